@@ -72,8 +72,9 @@ def begin(PDL: tl.constexpr):
     """Begin a kernel under programmatic dependent launch; nothing is read or written before this.
 
     Every program of every kernel must call this, or wait by itself if it may read something earlier
-    (weights), even a program without work. The wait is only for the previous kernel: older kernels
-    are known to have ended only because the previous one waited for them.
+    (weights), even a program without work. The wait is only for the previous kernel, and those of
+    other streams whose events come between: older kernels are known to have ended only because
+    these waited for them.
     """
     if PDL:
         gdc_launch_dependents()

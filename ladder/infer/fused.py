@@ -221,7 +221,7 @@ def fuse(model: Transformer) -> InferenceTransformer:
     config, plan, base = model.config, model.config.plan, model.reducer
     weight = local(model.model.embed_tokens.weight)
     table = _rotary_table(config, weight.device)
-    # All layers' attention runs on one CUDA stream, and can share these counters.
+    # No two layers' attention run at once (`Plan.beside`), so they can share these counters.
     arrived = torch.zeros(2**16, dtype=torch.int32, device=weight.device)
     layers = list(model.model.layers)
     splits = _splits(layers[0].mlp.gate_proj, weight)

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from ladder.comm.capture import as_captured, no_collection
+from ladder.parallel.chains import rejoin
 
 WARM_UP_STEPS = 2  # runs before a capture, which load kernels and make NCCL's buffers
 Result = TypeVar("Result")
@@ -39,7 +40,11 @@ def capture_graph(work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Res
     # Only this thread is recorded, since NCCL's watchdog thread may call the driver meanwhile.
     mode = "thread_local"
     with no_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
-        result = work()
+        try:
+            result = work()
+        except BaseException:  # else the capture could not end, and its error would hide this one
+            rejoin(stream)
+            raise
     return graph, result
 
 

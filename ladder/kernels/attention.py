@@ -213,8 +213,8 @@ def decode_attention(
         they hold before positions[b], with its exponents, must be older than the last launch
         without dependent launch: it is read before the previous kernel has ended.
     scale: factor on the scores, usually 1 / sqrt(head_dim).
-    arrived: [at least B * num_kv_heads] int32 zeros, and zeros again afterwards; each stream needs
-        its own.
+    arrived: [at least B * num_kv_heads] int32 zeros, and zeros again afterwards; launches that
+        share it must follow one another.
     bias: added to each row of qkv. gains: the weights of the norms of queries and of keys, both
         [head_dim], applied before the rotation, with epsilon `eps`.
     exponents: of keys and of values in e4m3 (see ladder.infer.cache), uint8

@@ -5,8 +5,9 @@ the driver makes room for as many as an SM could hold: then SMs that are done wi
 kernel first get several programs, others none, and the step waits for the fullest. So a kernel
 prefers no more than its programs need if they are spread evenly.
 
-Measured on an H200, steps of the shapes of an 8B at TP 4 (benchmarks/results/README.md): 8 to 21 %
-less time than by the driver's choice at 1, 4 and 16 sequences, 4 % at 33, the same at 64.
+Measured on an H200, steps on one stream of the shapes of an 8B at TP 4: 8 to 21 % less time than by
+the driver's choice at 1, 4 and 16 sequences, 4 % at 33, the same at 64 (benchmarks/results).
+On two streams see MOST_APART.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ DRIVERS = -1  # the driver's choice
 # Percent of an H200's 228 KiB: 64 KiB. Where products use shared memory, kernels that need little
 # of it prefer that, too: less cost up to 2 % of a step of 16 sequences, 44 % up to 4 %.
 LEAST = 28
-MOST_APART = 8  # rows
+# Rows up to which kernels on two streams prefer what they do on one. Of 16 and 32 sequences the
+# driver's choice, by which kernels of both streams fit an SM at once, takes 1 (bfloat16) to 4 %
+# (fp8) less of a ladder's steps; of 8 and 64 the same, of 1 and 4 up to 6 % more.
+MOST_APART = 8
 
 # What was set for a compiled kernel. The driver keeps it, for what is captured later, too.
 _preferred: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -40,8 +44,6 @@ def least(rows: int, beside: bool = False) -> int:
     on two streams."""
     if rows > MAX_ROWS:  # its products are others, and were not measured
         return DRIVERS
-    # Of 16 and 32 sequences, where kernels of both streams fit an SM at once, the driver's choice
-    # took 1 (bfloat16) to 4 % (fp8) less; of 1 and 4 it took up to 6 % more.
     if beside and rows > MOST_APART:
         return DRIVERS
     return 0 if rows <= MAX_VECTOR_ROWS else LEAST

@@ -13,8 +13,8 @@ MAX_VECTOR_ROWS = 2
 # a layer at 4, 16 and 64 rows (benchmarks/results/README.md), when steps of 4 and 16 were shorter.
 EARLY = 2
 # Of 33 to 64 rows beside other kernels, products of so many outputs have tiles of 64 of them, whose
-# programs read the input half as often. Alone they need all SMs.
-MIDDLE = 4096
+# programs read the input half as often. Alone they need all SMs; others were not measured.
+MIDDLE = range(4096, 32 * MULTIPROCESSORS + 1)
 FEW = 2048  # outputs below these need cuts of their own to use the whole memory bandwidth
 # Outputs of a product with 64 rows of its weight for each SM, such as a head's.
 MANY = 64 * MULTIPROCESSORS
@@ -67,7 +67,7 @@ def blocks(
         return _tiles_of_pieces(max(8, power_of_2(rows)), outputs, gated)
     narrow = eight_bits and itemsize == 2  # tiles of float32 in parts spill registers
     wide = beside and rows > 32 and itemsize == 2 and not (gated or many)
-    if wide and outputs >= MIDDLE and (half or not eight_bits):
+    if wide and outputs in MIDDLE and (half or not eight_bits):
         return Cut(64, 64, 128, 4, 5 if short else 6, swapped=True)
     if _by_vectors(rows, few, gated, short, narrow):
         return _vectors(rows, outputs, size, gated, eight_bits)

@@ -20,11 +20,6 @@ class InFlight(Generic[Value]):
     value: Value
     arrive: Callable[[Value], Value] | None = None
 
-    @property
-    def here(self) -> bool:
-        """Whether the value is available without waiting."""
-        return self.arrive is None
-
     def wait(self) -> Value:
         """Wait for the value and return it; a second call returns it again."""
         if self.arrive is not None:

@@ -377,9 +377,14 @@ class Plan:
         )
 
     @cached_property
-    def overlaps(self) -> bool:
-        """Whether anything computes beside something else: sublayers, or parts of one."""
-        return any(self.beside) or any("+" in record.kind for record in self.sublayers)
+    def overlaps(self) -> tuple[bool, ...]:
+        """Whether each sublayer may run beside another one, or parts of it beside each other."""
+        after = (*self.beside[1:], False)
+        kinds = (record.kind for record in self.sublayers)
+        return tuple(
+            here or then or "+" in kind
+            for here, then, kind in zip(self.beside, after, kinds, strict=True)
+        )
 
     @cached_property
     def longest_flight(self) -> int:

@@ -20,12 +20,23 @@ def side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def rejoin(stream: torch.cuda.Stream) -> None:
+    """After an error in the middle of a captured step: make `stream`, whose capture it is, current
+    again, and the side stream a part of it that has ended, so that the capture can end."""
+    torch.cuda.set_stream(side_stream(stream.device_index))
+    captured = torch.cuda.is_current_stream_capturing()
+    torch.cuda.set_stream(stream)
+    if captured:
+        stream.wait_event(side_stream(stream.device_index).record_event())
+
+
 class Chains:
     """Which stream each sublayer of a pass runs on, and what streams wait for.
 
     At most two sublayers run at once: before sublayer n begins, n - 2 has ended, and n - 1 has read
-    its input. So a residual that only later reads need may be freed as soon as these are launched:
-    when its memory is used again, on the stream of its reader or its own, all readers have ended.
+    its input. What both streams read (residuals, partials of a group) is to be held until two more
+    sublayers are launched: then the stream that has allocated it waits for all its readers before
+    it can use that memory again.
 
     streams: the current one, and another; empty: all runs on the current one.
     """

@@ -5,9 +5,10 @@ residual before its norm, with the sums of its squares. `row` returns, and `writ
 `Product`: a matmul that has not run yet, since only `write` knows the target of its result.
 
 A product pushes its result, and a landing is a kernel of its own. In a CUDA graph, sublayers that
-need nothing of each other run beside each other, so that no other kernel waits for a landing
-(`ladder.parallel.chains`). A product that keeps its own part beside the sum of its group pushes
-that sum. The sum lands on the base, and a kernel after it adds the own parts that the base lacks.
+need nothing of each other run beside each other, so that no kernel but its sublayer's waits for a
+landing (`ladder.parallel.chains`). A product that keeps its own part beside the sum of its group
+pushes that sum. The sum lands on the base, and a kernel after it adds the own parts that the base
+lacks.
 
 Slots: pushes use sets of slots in rotation. Let L be the plan's largest lag. Before a rank pushes
 output m it has landed all outputs up to m - L - 1, so every other rank has pushed output m - L - 1,
@@ -195,8 +196,9 @@ class DecodePass(Pass):
         self.partials: list[Tensor] = []  # of the open group, on this rank
         self.chains = Chains()
         self.columns = 0  # calls of `column` for the newest read
-        # What sublayers on both streams may read, of the last three: see `Chains`.
-        self.held: deque[Any] = deque(maxlen=3)
+        self.beside = False  # whether other kernels may run beside the sublayer's
+        # What both streams may read, of the last two sublayers: see `Chains`.
+        self.held: deque[Any] = deque(maxlen=2)
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -207,10 +209,12 @@ class DecodePass(Pass):
         super().start(embedded)
 
     def read(self, n: int) -> Any:
-        if n == len(self.plan.sublayers):
+        last = n == len(self.plan.sublayers)
+        if last:
             self.chains.join()
         else:
             self.chains.turn(self.plan.beside[n])
+        self.beside = not last and self.plan.overlaps[n]
         found = super().read(n)
         self.chains.read()
         self.columns = 0
@@ -263,7 +267,7 @@ class DecodePass(Pass):
     def _read(
         self, residual: Tensor, squares: Tensor, pieces: Pieces | None, norm: RMSNorm
     ) -> Landed:
-        self.newest = Read(residual, squares, pieces, norm, self.plan.overlaps)
+        self.newest = Read(residual, squares, pieces, norm, self.beside)
         return residual, self.newest
 
     def _final(self, normed: Read) -> Any:
@@ -333,7 +337,6 @@ class DecodePass(Pass):
             return Output(None, own)
         add, share = None, 1.0
         if self.partials:
-            self.chains.merge()
             self.chains.wait_for_newest()
             add, self.partials = self._sum(self.partials), []
         if record.reduce == "residual":
@@ -363,18 +366,16 @@ class DecodePass(Pass):
         push: PushTarget | None = None, keep: bool = True,
     ) -> Tensor | None:  # fmt: skip
         """Compute it; factor * `add` is added to the pushed result, but not to the kept one."""
-        if add is not None:  # the first of several products adds it
-            self.chains.merge()
-        beside = self.plan.overlaps
         for n, other in enumerate(product.others):
             assert not keep or push is None, "the kept result would lack the other products"
             share = 1.0 if n else factor
-            add = other.weight.project(other.x, add=add, factor=share, beside=beside)
+            add = other.weight.project(other.x, add=add, factor=share, beside=self.beside)
             factor = 1.0
-        self.chains.merge()
+        self.chains.merge()  # after which the last of several runs alone
         return product.weight.project(
-            product.x, add=add, factor=factor, push=push, keep=keep, beside=beside
-        )
+            product.x, add=add, factor=factor, push=push, keep=keep,
+            beside=self.beside and not product.others,
+        )  # fmt: skip
 
     def _sum(self, partials: Sequence[Tensor]) -> Tensor:
         """The sum of a group's partials, in as few kernels as it takes."""
