@@ -12,7 +12,9 @@ from ladder.infer.engine import Engine, generate
 from ladder.infer.sampling import Sampling
 from ladder.models import document_starts
 from ladder.models.documents import Packed, within_documents
+from ladder.models.forward_pass import Output
 from ladder.parallel import launch
+from ladder.parallel.decode import DecodePass, Product
 from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import local_parameters, local_tensor, sum_shared_gradients
 from tests.gpu import WORLDS, batch, make
@@ -114,6 +116,28 @@ def fill_the_cache(where: dict[str, Any]) -> None:
 def test_the_engine_on_gpus(world: int) -> None:
     """A cache or graph that holds stale state, a rank that samples apart, or a wrong mask fails."""
     assert launch.run(generate_on_gpus, ("async" if world == 1 else "push",), nproc=world) == 0
+
+
+@pytest.mark.parametrize("failing", [2, 3])
+def test_a_step_that_failed_in_a_capture_can_be_captured(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On either stream: the error is the step's own, and the next capture is as good as any."""
+    engine = Engine(make("ladder", None, torch.float32, device=torch.device("cuda")), fused=True)
+    expected = engine.generate([[5, 8]], max_new_tokens=8)
+    undisturbed = DecodePass.reduce
+
+    def reduce(run: DecodePass, n: int, partial: Product) -> Output:
+        if n == failing and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("out of something")
+        return undisturbed(run, n, partial)
+
+    engine.sessions.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(DecodePass, "reduce", reduce)
+        with pytest.raises(RuntimeError, match="out of something"):
+            engine.generate([[5, 8]], max_new_tokens=8)
+    assert engine.generate([[5, 8]], max_new_tokens=8) == expected
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -27,8 +27,9 @@ def empty_slots(slots: Tensor) -> bool:
 
 
 def check_product(
-    device: str, m: int, n: int, k: int, dtype: torch.dtype, gated: bool, normed: bool, adds: bool
-) -> None:
+    device: str, m: int, n: int, k: int, dtype: torch.dtype, gated: bool, normed: bool, adds: bool,
+    beside: bool = False,
+) -> None:  # fmt: skip
     x = torch.randn(m, k, device=device)
     if normed:  # a residual, whose rows differ in size
         x = x * (torch.rand(m, 1, device=device) * 3 + 0.2)
@@ -43,7 +44,7 @@ def check_product(
         results.append(y - add.to(kind) / 4 if adds else y)
     options: dict[str, Any] = {"squares": squares_of(x), "eps": EPS} if normed else {}
     options |= {"add": add, "factor": -0.25} if adds else {}
-    found = project(x, gate, up if gated else None, **options)
+    found = project(x, gate, up if gated else None, beside=beside, **options)
     assert found is not None
     assert_close(found, *results)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ladder.kernels import PushTarget, decode_shapes, land, new_landing, project
+from ladder.kernels.decode_shapes import Cut
 from ladder.kernels.limits import MAX_ROWS
 from tests.kernels.products import WAYS, check_product, check_pushes, empty_slots, squares_of
 from tests.kernels.support import DTYPES, _poisoned_memory, assert_close, on  # noqa: F401  (fixtures)
@@ -77,8 +78,18 @@ def test_a_product_of_many_outputs(device: str, m: int) -> None:
         check_product(device, m, 150, 300, torch.float32, False, True, False)
 
 
+@pytest.mark.parametrize(("device", "m"), [on("interpreter", m) for m in (33, 64)])
+def test_a_product_beside_other_kernels(device: str, m: int) -> None:
+    """Whose tiles have 64 rows of the weight, as the first operand."""
+    with mock.patch.object(decode_shapes, "MIDDLE", range(64, 200)):
+        for dtype in (torch.bfloat16, torch.float16):
+            check_product(device, m, 150, 300, dtype, False, True, True, beside=True)
+
+
 @pytest.mark.parametrize(("device", "m", "n", "k"), LARGE)
 def test_products_of_llamas(device: str, m: int, n: int, k: int) -> None:
+    if m > 32:
+        check_product(device, m, n, k, torch.bfloat16, False, False, True, beside=True)
     check_product(device, m, n, k, torch.bfloat16, False, False, False)
     check_product(device, m, n, k, torch.bfloat16, True, True, False)
 
@@ -197,6 +208,30 @@ def test_cuts_of_few_rows() -> None:
     ]  # fmt: skip
     single = decode_shapes.blocks(16, 4096, 3584, False, 4)
     assert (single.step, single.stages) == (128, 6)
+
+
+def test_cuts_of_products_beside_other_kernels() -> None:
+    """Of 33 to 64 rows, O and down of an 8B's rank have tiles of 64 rows of the weight, and QKV in
+    bfloat16 has tiles of 32. Sizes and types that were not measured keep theirs."""
+
+    def cuts(rows: int, outputs: int, size: int, **kind: Any) -> list[Cut]:
+        kind = {"gated": False, "itemsize": 2} | kind
+        return [decode_shapes.blocks(rows, outputs, size, **kind, beside=each) for each in (0, 1)]
+
+    large = Cut(64, 64, 128, 4, 5, swapped=True)
+    for rows in (33, 64):
+        for kind in ({}, {"eight_bits": True, "half": True}):
+            assert cuts(rows, 4096, 1024, **kind)[1] == large
+            assert cuts(rows, 4096, 3584, **kind)[1] == large._replace(stages=6)
+        apart, beside = cuts(rows, 1536, 4096)
+        assert (apart.block, beside) == (16, apart._replace(block=32))
+    for shape in ((32, 4096, 1024), (64, 8192, 2048), (64, 2304, 512)):
+        apart, beside = cuts(*shape)
+        assert apart == beside
+    for kind in ({"itemsize": 4}, {"gated": True}, {"eight_bits": True}, {"pieces": True}):
+        apart, beside = cuts(64, 4096, 1024, **kind)
+        assert apart == beside, kind
+    assert cuts(64, 1536, 4096, itemsize=4)[0] == cuts(64, 1536, 4096, itemsize=4)[1]
 
 
 def test_programs_of_gated_products_have_equal_shares() -> None:

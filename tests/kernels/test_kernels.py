@@ -162,6 +162,13 @@ def test_a_kernel_prefers_the_shared_memory_that_its_programs_need_if_spread_eve
     assert launches.asked == set_once
 
 
+def test_steps_on_two_streams_leave_shared_memory_to_the_driver_from_nine_rows_on() -> None:
+    apart = [carveout.least(rows) for rows in (1, 2, 3, 8, 9, 64, 65)]
+    assert apart == [0, 0, *[carveout.LEAST] * 4, carveout.DRIVERS]
+    beside = [carveout.least(rows, True) for rows in (1, 2, 3, 8, 9, 64, 65)]
+    assert beside == [*apart[:4], *[carveout.DRIVERS] * 3]
+
+
 def test_what_a_kernel_prefers_is_the_most_of_the_newest_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
