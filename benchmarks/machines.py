@@ -16,7 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from machines_by_hand import COPIES, DECLARED, FOUR_LIMIT, PEERS, PUSHES, TOGETHER, TURNS, kernels
+from machines_by_hand import (
+    COPIES,
+    DECLARED,
+    FOUR_LIMIT,
+    PEERS,
+    PUSHES,
+    TOGETHER,
+    TURNS,
+    TWO_STREAMS,
+    kernels,
+)
 
 from ladder.perf.calibration.options import family, family_of_value
 from ladder.perf.links import fit_link
@@ -259,7 +269,8 @@ def one() -> Machine:
 
 def machine(gpus: int) -> Machine:
     """One GPU or two. Prompts are as they were recorded there, decode steps as on four."""
-    return with_steps_of(one() if gpus == 1 else fitted(gpus), four_today())
+    found = with_steps_of(one() if gpus == 1 else fitted(gpus), four_today())
+    return replace(found, values={**found.values, **TWO_STREAMS})
 
 
 def four_before() -> Machine:
@@ -282,7 +293,8 @@ def four_today() -> Machine:
     again: without communication they are as they were."""
     found = with_measured(four_then(), [taken(STEPS_MEASURED, STEPS_PARTS)])
     files = [RESULTS / file for file in STEPS_CALIBRATION]
-    return with_halves(with_missing(fit_steps(with_attention_in_steps(found, files), files)))
+    found = with_halves(with_missing(fit_steps(with_attention_in_steps(found, files), files)))
+    return replace(found, values={**found.values, **TWO_STREAMS})
 
 
 def with_halves(machine: Machine) -> Machine:

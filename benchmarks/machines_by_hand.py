@@ -39,6 +39,14 @@ BESIDE_NCCL = (
     "{}: in traces of training steps at TP 4 NCCL takes 1.3 times as long beside products "
     "(2026-11-21-train-8b-again-h200x4.jsonl){}"
 )
+TWO_STREAMS = {
+    "streams_together": Value(
+        DEFAULTS["streams_together"],
+        "fitted: a ladder's steps of three shapes in bfloat16 and fp8, 27 of 28, least squares; "
+        "2026-11-28-two-streams-h200.txt, 2026-11-28-chains-quarter-8b-h200.jsonl, "
+        "2026-11-28-chains-half-8b-h200x2.jsonl",
+    ),
+}
 DECLARED = {
     "boost_ms": Value(
         DEFAULTS["boost_ms"],

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+End = tuple[int, torch.cuda.Event]  # of something, and the stream it is on
+
 
 @functools.cache
 def side_stream(device: int) -> torch.cuda.Stream:
@@ -44,8 +46,8 @@ class Chains:
     def __init__(self, streams: Sequence[torch.cuda.Stream] = ()) -> None:
         self.streams = streams
         self.place = self.home = 0  # the current stream, and that of the sublayer
-        self.landed: torch.cuda.Event | None = None  # the newest read
-        self.ends: list[tuple[int, torch.cuda.Event]] = []  # the stream and end of each sublayer
+        self.landed: list[End] = []  # that of the newest read
+        self.ends: list[End] = []  # of each sublayer
 
     def turn(self, beside: bool) -> None:
         """Begin the next sublayer. beside: it needs nothing of the newest one."""
@@ -53,13 +55,12 @@ class Chains:
             return
         self._go(1 - self.home if beside else self.home)
         self.home = self.place
-        self._wait(self.landed)
-        self._wait_for(self.ends[-2:-1])
+        self._wait(self.landed + self.ends[-2:-1])
 
     def read(self) -> None:
         """The input of the sublayer is there."""
         if self.streams:
-            self.landed = self.streams[self.place].record_event()
+            self.landed = [self._now()]
 
     def branch(self) -> None:
         """Begin a part of the sublayer that needs no other part."""
@@ -70,38 +71,38 @@ class Chains:
     def merge(self) -> None:
         """Go on when both parts have ended."""
         if self.place != self.home:
-            end = self.streams[self.place].record_event()
+            end = self._now()
             self._go(self.home)
-            self._wait(end)
+            self._wait([end])
 
     def wait_for_newest(self) -> None:
         """Wait for the sublayer before."""
-        self._wait_for(self.ends[-1:])
+        self._wait(self.ends[-1:])
 
     def end(self) -> None:
         """The sublayer has ended."""
         assert self.place == self.home, "a part has not been merged"
         if self.streams:
-            self.ends.append((self.place, self.streams[self.place].record_event()))
+            self.ends.append(self._now())
 
     def join(self) -> None:
         """Go on, on the first stream, when all sublayers have ended."""
         if self.streams:
             self._go(0)
             self.home = 0
-            self._wait(self.landed)
-            self._wait_for(self.ends[-2:])
+            self._wait(self.ends[-2:])
 
     def _go(self, place: int) -> None:
         if place != self.place:
             self.place = place
             torch.cuda.set_stream(self.streams[place])
 
-    def _wait(self, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            self.streams[self.place].wait_event(event)
+    def _now(self) -> End:
+        return self.place, self.streams[self.place].record_event()
 
-    def _wait_for(self, ends: Sequence[tuple[int, torch.cuda.Event]]) -> None:
+    def _wait(self, ends: Sequence[End]) -> None:
+        """Not for those of its own stream, though they are in order: a kernel of a graph that
+        waits for two others starts some 2 microseconds later."""
         for place, event in ends:
             if place != self.place:
-                self._wait(event)
+                self.streams[self.place].wait_event(event)

@@ -203,7 +203,7 @@ class DecodePass(Pass):
     # -- the loop -------------------------------------------------------------------------------
 
     def start(self, embedded: Tensor) -> None:
-        if embedded.is_cuda and capture.mode() == "captured":
+        if embedded.is_cuda and any(self.plan.overlaps) and capture.mode() == "captured":
             device = embedded.device.index
             self.chains = Chains((torch.cuda.current_stream(device), side_stream(device)))
         super().start(embedded)

@@ -7,8 +7,9 @@ one recorded step of a model without communication, `more rows` to the same of m
 rows (the embedding, the choice of the token, and a landing of which the file has no curve) takes
 `launch_us` and its rows' bytes. What a product pushes is there after what an all-reduce by push
 takes beyond `push_kernel_us`, and, if the plan blocks there, when the slowest rank is done
-(`_waits`). Every change of stream takes another `launch_us`, or with NCCL what was measured
-(`_turn`). What runs at once shares the GPU (`_shared`); products slow collectives as in prompts.
+(`_waits`). What waits for the step's other stream takes half of `launch_us` more; with NCCL each
+change of stream takes all of it, or what was measured (`_turn`). What runs at once shares the GPU
+(`_shared`); products slow collectives as in prompts.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ MOST_OF_SHARE = 1.3
 # `converted` where a machine says nothing of it, by rows: an H200's of weights in fp8, by former
 # kernels.
 CONVERTED = ((1.0, 1.22), (2.0, 1.25), (4.0, 1.36), (16.0, 1.49), (64.0, 1.76))
+
+SLOWEST = 0.001  # of a kernel's speed, beside one that leaves it nothing
 
 
 def check_reducer(name: str) -> None:
@@ -102,9 +105,10 @@ class DecodeCost:
         self._known: dict[tuple[str, str, bool, bool], Estimate] = {}
         self.crossing: dict[int, float] = {}  # microseconds of what waits for another stream
         self.riding: dict[int, float] = {}  # microseconds that what rides on a launch adds to it
-        self._busy: dict[int, float] = {}  # the share of the GPU that each operation takes
+        self._known_shares: dict[int, tuple[float, float]] = {}
         self.waits: dict[int, float] = {}  # microseconds for which a blocking sum waits for ranks
         self.tiles = batch > MAX_VECTOR_ROWS  # whether products run on tensor cores
+        self.both = machine.value("streams_together")
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
         self.landings = bool(machine.family("landing"))
 
@@ -118,7 +122,7 @@ class DecodeCost:
             streams = {one.stream for one in (each, *others)} - {LINKS}
             if COMM not in streams:
                 if len(streams) > 1 and each.launched:
-                    self.crossing[each.index] = self.small
+                    self.crossing[each.index] = self.small / 2
                 continue
             reduces = [one for one in (each, *others) if one.kind == "all-reduce"]
             blocks = any(one.output is None or plan.blocking[one.output] for one in reduces)
@@ -127,7 +131,7 @@ class DecodeCost:
                 self.crossing[each.index] = self._turn(blocks)
         self.waits = self._waits(graph)
         self.riding = added(self, graph)
-        self._busy = {}
+        self._known_shares = {}
         return graph
 
     def _waits(self, graph: Graph) -> dict[int, float]:
@@ -191,19 +195,35 @@ class DecodeCost:
         return self._together(one, two)
 
     def _shared(self, operation: Operation, other: Operation) -> float:
-        """The speed beside a kernel that computes, too. Each takes the whole GPU but for as long as
-        it is launched and waits for another stream. The one that was launched first has all that
-        it takes, since its thread blocks stay where they are, and the other one what is left."""
+        """The speed beside a kernel that computes, too. The one that was launched first has all
+        that it takes, since its thread blocks stay where they are; the other one has what is left
+        of what two get out of the multiprocessors, and of the memory's bandwidth."""
         if operation.index < other.index:
             return 1.0
-        mine, others = self._share(operation), self._share(other)
-        return min(1.0, (1.0 - others) / mine) if mine else 1.0
+        speed = 1.0
+        taken = zip(self._shares(operation), self._shares(other), (self.both, 1.0), strict=True)
+        for mine, others, whole in taken:
+            if mine:
+                speed = min(speed, max(SLOWEST, (whole - others) / mine))
+        return speed
 
-    def _share(self, operation: Operation) -> float:
-        if operation.index not in self._busy:
-            idle = self.small + self.crossing.get(operation.index, 0.0)
-            self._busy[operation.index] = max(0.0, 1.0 - idle / self(operation))
-        return self._busy[operation.index]
+    def _shares(self, operation: Operation) -> tuple[float, float]:
+        """How much of the multiprocessors and of the memory's bandwidth an operation takes: of the
+        former all, but while it is launched (of a chain's kernels half of that is beneath the one
+        before) or waits for another stream."""
+        found = self._known_shares.get(operation.index)
+        if found is None:
+            us = self(operation)
+            idle = self.small / 2 + self.crossing.get(operation.index, 0.0)
+            found = max(0.0, 1.0 - idle / us), self._bytes(operation) / (self.memory * us)
+            self._known_shares[operation.index] = found
+        return found
+
+    def _bytes(self, operation: Operation) -> float:
+        """What it reads of weights and of the cache."""
+        if operation.kind == "attention":
+            return 2.0 * BF16 * self.heads * self.config.head_dim * self.context
+        return self.weights[operation.part] if operation.kind == "product" else 0.0
 
     def _together(self, one: str, two: str) -> float:
         measured = None

@@ -220,7 +220,6 @@ class _Decode(Step):
                 self.group.append(self.owns[n])
             return
         if self.group:
-            self.chains.merge()
             self.chains.wait(*self.chains.ends[-1:])
         add = self.group_sum()
         if record.reduce == "residual":
@@ -244,8 +243,6 @@ class _Decode(Step):
         self, n: int, inner: Sequence[tuple[str, int]], add: int | None, pushes: bool = False
     ) -> int:
         """The last products, each of which adds the one before."""
-        if add is not None:
-            self.chains.merge()
         for part, need in inner[1:]:
             add = self.add("product", [need, add], part=part, sublayer=n)
         self.chains.merge()

@@ -49,14 +49,16 @@ class Silent(PushReducer):
 
 @dataclass
 class Stream:
-    """A stream, or an event of one: `after` has a bit for each kernel that has ended by then."""
+    """A stream, or an event `of` one: `after` has a bit for each kernel that has ended by then."""
 
     after: int = 0
+    of: Stream | None = None
 
     def record_event(self) -> Stream:
-        return Stream(self.after)
+        return Stream(self.after, self)
 
     def wait_event(self, event: Stream) -> None:
+        assert event.of is not self, "a wait that is not needed costs time in a graph"
         self.after |= event.after
 
 

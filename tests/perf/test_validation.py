@@ -118,7 +118,7 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         # Riders beside tiles, on other machines.
         ("27-inference-beside-h200x4", "h200x4", "decode", 20, (1.7, 3.5, 4.1)),
         ("27-inference-beside-h200x4", "h200x4", "prefill", 20, (2.4, 5.4, 6.9)),
-        # Today's decode kernels, to which steps without communication are fitted.
+        # Riders with longer steps and early keys, to which steps without communication are fitted.
         ("27-inference-keys-h200x4", "h200x4", "decode", 15, (1.3, 3.2, 3.5)),
         ("27-inference-keys-64-h200x4", "h200x4", "decode", 5, (1.6, 3.2, 3.2)),
         ("27-fp8-beside-h200x4", "h200x4", "decode", 6, (5.9, 11.7, 11.7)),
@@ -127,6 +127,9 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         ("28-2b-class-h200x4", "h200x4", "decode", 4, (1.8, 3.4, 3.4)),
         ("28-70b-h200x4", "h200x4", "decode", 4, (3.9, 4.8, 4.8)),
         ("28-inference-64-h200x4", "h200x4", "decode", 3, (2.3, 3.0, 3.0)),
+        # Ladders on two streams.
+        ("28-chains-quarter-8b-h200", "h200x1", "decode", 4, (4.8, 8.8, 8.8)),
+        ("28-chains-half-8b-h200x2", "h200x4", "decode", 8, (3.2, 7.3, 7.3)),
     ],
 )
 def test_other_models_and_machines_are_held_out(
