@@ -62,7 +62,7 @@ def test_captured_steps_prefer_no_more_shared_memory_than_they_need(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of fused kernels, and around the warm-up runs: what is captured has to be set before. Beside
-    NCCL's kernels the driver chooses."""
+    NCCL's kernels the driver chooses, and on two streams for more than 8 sequences."""
     asked: list[int] = []
 
     @contextlib.contextmanager
@@ -74,9 +74,10 @@ def test_captured_steps_prefer_no_more_shared_memory_than_they_need(
 
     monkeypatch.setattr("ladder.infer.engine.carveout", preferred)
     runs = [0] * WARM_UP_STEPS
-    for fused in (False, True):
-        engine = engine_for(make("ladder", None), True, fused)
-        for batch, least in ((1, 0), (2, 0), (3, 28), (64, 28), (65, -1)):
+    for plan, fused in (("ladder", False), ("ladder", True), ("standard", True)):
+        engine = engine_for(make(plan, None), True, fused)
+        many = 28 if plan == "standard" else -1
+        for batch, least in ((1, 0), (2, 0), (3, 28), (8, 28), (9, many), (64, many), (65, -1)):
             engine.session(batch, 16, Sampling())
             assert asked == [least if fused else -1, *runs]
             asked.clear()

@@ -72,7 +72,7 @@ def _cells(row: Row) -> list[str]:
     if ends := row.interval.of(row.us):
         said = f"{ends[0] / 1e3:.3f} to {ends[1] / 1e3:.3f}{' ?' if row.interval.far else ''}"
     return [
-        f"{each.plan} (bound)" if each.bound else each.plan, str(each.tp), each.way or "-",
+        f"{each.plan} (no model)" if each.bound else each.plan, str(each.tp), each.way or "-",
         f"{row.us / 1e3:.3f}", said, f"{row.tokens_s:,.0f}", f"{name} {share:.0%}",
         f"{found.exposed_us / 1e3:.3f}", f"{_gib(row.memory)}",
         f"{found.basis} {found.bases.get(found.basis, 0.0):.0%}",
