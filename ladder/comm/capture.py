@@ -12,6 +12,7 @@ All ranks of a group must be in the same mode, as they must make the same calls.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Iterator
 from typing import Literal
@@ -67,3 +68,19 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@functools.cache
+def side_stream(device: int) -> torch.cuda.Stream:
+    """The second stream of all decode steps (`ladder.parallel.chains`)."""
+    return torch.cuda.Stream(device)
+
+
+def rejoin(stream: torch.cuda.Stream) -> None:
+    """After an error in the middle of a captured step: make `stream`, whose capture it is, current
+    again, and the side stream a part of it that has ended, so that the capture can end."""
+    torch.cuda.set_stream(side_stream(stream.device_index))
+    captured = torch.cuda.is_current_stream_capturing()
+    torch.cuda.set_stream(stream)
+    if captured:
+        stream.wait_event(side_stream(stream.device_index).record_event())

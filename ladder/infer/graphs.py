@@ -9,8 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from ladder.comm.capture import as_captured, no_collection
-from ladder.parallel.chains import rejoin
+from ladder.comm.capture import as_captured, no_collection, rejoin
 
 WARM_UP_STEPS = 2  # runs before a capture, which load kernels and make NCCL's buffers
 Result = TypeVar("Result")

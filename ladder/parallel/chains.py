@@ -8,28 +8,18 @@ which reads the most.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-import torch
-
-End = tuple[int, torch.cuda.Event]  # of something, and the stream it is on
+End = tuple[int, Any]  # the stream that something is on, and the event of its end
 
 
-@functools.cache
-def side_stream(device: int) -> torch.cuda.Stream:
-    """The second stream of all steps."""
-    return torch.cuda.Stream(device)
+class Stream(Protocol):
+    """What is used of a stream: torch's, or one of predictions, which have no need of torch."""
 
+    def record_event(self) -> Any: ...
 
-def rejoin(stream: torch.cuda.Stream) -> None:
-    """After an error in the middle of a captured step: make `stream`, whose capture it is, current
-    again, and the side stream a part of it that has ended, so that the capture can end."""
-    torch.cuda.set_stream(side_stream(stream.device_index))
-    captured = torch.cuda.is_current_stream_capturing()
-    torch.cuda.set_stream(stream)
-    if captured:
-        stream.wait_event(side_stream(stream.device_index).record_event())
+    def wait_event(self, event: Any) -> None: ...
 
 
 class Chains:
@@ -40,11 +30,14 @@ class Chains:
     sublayers are launched: then the stream that has allocated it waits for all its readers before
     it can use that memory again.
 
-    streams: the current one, and another; empty: all runs on the current one.
+    streams: the current one, and another; empty: all runs on the current one. switch: makes one of
+    them current.
     """
 
-    def __init__(self, streams: Sequence[torch.cuda.Stream] = ()) -> None:
-        self.streams = streams
+    def __init__(
+        self, streams: Sequence[Stream] = (), switch: Callable[[Any], object] = lambda stream: None
+    ) -> None:
+        self.streams, self.switch = streams, switch
         self.place = self.home = 0  # the current stream, and that of the sublayer
         self.landed: list[End] = []  # that of the newest read
         self.ends: list[End] = []  # of each sublayer
@@ -95,7 +88,7 @@ class Chains:
     def _go(self, place: int) -> None:
         if place != self.place:
             self.place = place
-            torch.cuda.set_stream(self.streams[place])
+            self.switch(self.streams[place])
 
     def _now(self) -> End:
         return self.place, self.streams[self.place].record_event()

@@ -52,7 +52,7 @@ from ladder.models.in_flight import InFlight
 from ladder.models.layers import RMSNorm
 from ladder.models.plan import Landing, Plan
 from ladder.models.reducer import Reducer
-from ladder.parallel.chains import Chains, side_stream
+from ladder.parallel.chains import Chains
 from ladder.parallel.reducers import PushReducer
 
 if TYPE_CHECKING:
@@ -111,21 +111,20 @@ class Matrix(nn.Module):
 class Read:
     """A sublayer's input: residual [M, D] before `norm`, whose weight is folded into matrices.
 
-    squares, pieces: the residual's, from its landing. beside: as of
-    `ladder.kernels.decode.project`.
+    squares, pieces: the residual's, from its landing.
     """
 
     residual: Tensor
     squares: Tensor
     pieces: Pieces | None
     norm: RMSNorm
-    beside: bool
 
-    def project(self, weight: Matrix) -> Tensor:
-        """The normed residual times `weight`: [M, 1, N], or N / 2 if it is gated."""
+    def project(self, weight: Matrix, beside: bool) -> Tensor:
+        """The normed residual times `weight`: [M, 1, N], or N / 2 if it is gated. beside: as of
+        `ladder.kernels.decode.project`."""
         y = weight.project(
             self.residual, squares=self.squares, pieces=self.pieces, eps=self.norm.eps,
-            beside=self.beside,
+            beside=beside,
         )  # fmt: skip
         assert y is not None
         return y.unsqueeze(1)
@@ -205,7 +204,8 @@ class DecodePass(Pass):
     def start(self, embedded: Tensor) -> None:
         if embedded.is_cuda and any(self.plan.overlaps) and capture.mode() == "captured":
             device = embedded.device.index
-            self.chains = Chains((torch.cuda.current_stream(device), side_stream(device)))
+            streams = torch.cuda.current_stream(device), capture.side_stream(device)
+            self.chains = Chains(streams, torch.cuda.set_stream)
         super().start(embedded)
 
     def read(self, n: int) -> Any:
@@ -234,7 +234,7 @@ class DecodePass(Pass):
         self.columns += 1
         if self.columns > 1:  # an MLP beside attention
             self.chains.branch()
-        return tuple(x.project(weight) for weight in weights)
+        return tuple(x.project(weight, self.beside) for weight in weights)
 
     def row(self, x: Tensor, weight: nn.Module) -> Product:
         assert isinstance(weight, Matrix)
@@ -267,7 +267,7 @@ class DecodePass(Pass):
     def _read(
         self, residual: Tensor, squares: Tensor, pieces: Pieces | None, norm: RMSNorm
     ) -> Landed:
-        self.newest = Read(residual, squares, pieces, norm, self.beside)
+        self.newest = Read(residual, squares, pieces, norm)
         return residual, self.newest
 
     def _final(self, normed: Read) -> Any:
@@ -366,10 +366,9 @@ class DecodePass(Pass):
         push: PushTarget | None = None, keep: bool = True,
     ) -> Tensor | None:  # fmt: skip
         """Compute it; factor * `add` is added to the pushed result, but not to the kept one."""
-        for n, other in enumerate(product.others):
+        for other in product.others:
             assert not keep or push is None, "the kept result would lack the other products"
-            share = 1.0 if n else factor
-            add = other.weight.project(other.x, add=add, factor=share, beside=self.beside)
+            add = other.weight.project(other.x, add=add, factor=factor, beside=self.beside)
             factor = 1.0
         self.chains.merge()  # after which the last of several runs alone
         return product.weight.project(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ladder.kernels.limits import MAX_OWNS, MAX_SUMS
 from ladder.models.errors import unknown
 from ladder.models.plan import Landing, Plan
+from ladder.parallel.chains import Chains
 from ladder.perf.graph import COMM, LAST, LINKS, MAIN, SECOND, Graph, Loop
 
 WAYS = ("push", "nccl", "alone")
@@ -125,55 +126,38 @@ class Step(Loop):
         return self.graph
 
 
-class _Chains:
-    """`ladder.parallel.chains.Chains`: on which of two streams an operation is, and for what else
-    the next one there waits."""
+@dataclass
+class _Stream:
+    """A stream, of which an event is what has ended when the next operation there begins."""
 
-    def __init__(self, newest: int) -> None:
-        self.place = self.home = 0
-        self.landed: Event = frozenset()
-        self.ends: list[Event] = []
-        self.done: list[Event] = [frozenset({newest}), frozenset()]  # of each stream
+    done: Event = frozenset()
 
-    def turn(self, beside: bool) -> None:
-        self.place = self.home = 1 - self.home if beside else self.home
-        self.wait(self.landed, *self.ends[-2:-1])
+    def record_event(self) -> Event:
+        return self.done
 
-    def read(self) -> None:
-        self.landed = self.done[self.place]
-
-    def branch(self) -> None:
-        self.place = 1 - self.home
-        self.wait(self.landed)
-
-    def merge(self) -> None:
-        end, self.place = self.done[self.place], self.home
-        self.wait(end)
-
-    def end(self) -> None:
-        self.merge()
-        self.ends.append(self.done[self.place])
-
-    def join(self) -> None:
-        self.place = self.home = 0
-        self.wait(self.landed, *self.ends[-2:])
-
-    def wait(self, *events: Event) -> None:
-        self.done[self.place] = self.done[self.place].union(*events)
+    def wait_event(self, event: Event) -> None:
+        self.done |= event
 
 
 class _Decode(Step):
     def __init__(self, plan: Plan, way: str) -> None:
         super().__init__(plan, way)
-        self.chains = _Chains(self.residual)
+        self.chains = Chains((_Stream(frozenset({self.residual})), _Stream()))
 
     def add(self, kind: str, needs: Iterable[int | None], **fields: object) -> int:
         """Launch it on the stream of now, after all that this has waited for."""
-        chains = self.chains
-        streams = {"stream": STREAMS[chains.place]}
-        found = super().add(kind, [*needs, *chains.done[chains.place]], **streams | fields)
+        stream = self.stream
+        name = {"stream": STREAMS[self.chains.place]}
+        found = super().add(kind, [*needs, *stream.done], **name | fields)
         if "stream" not in fields:
-            chains.done[chains.place] = frozenset({found})
+            stream.done = frozenset({found})
+        return found
+
+    @property
+    def stream(self) -> _Stream:
+        """That of now."""
+        found = self.chains.streams[self.chains.place]
+        assert isinstance(found, _Stream)
         return found
 
     def run(self) -> Graph:
@@ -191,7 +175,7 @@ class _Decode(Step):
         if landings or self.read is None:
             if self.way == "nccl":
                 sums = (self.starts[each.output] for each in landings if each.summed)
-                self.chains.wait(frozenset(sums))
+                self.stream.wait_event(frozenset(sums))
             for job in self.jobs(landings):
                 self.land(job, n)
             self.finished()
@@ -220,7 +204,7 @@ class _Decode(Step):
                 self.group.append(self.owns[n])
             return
         if self.group:
-            self.chains.wait(*self.chains.ends[-1:])
+            self.chains.wait_for_newest()
         add = self.group_sum()
         if record.reduce == "residual":
             add = self.residual

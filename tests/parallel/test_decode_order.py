@@ -154,7 +154,6 @@ def recorded(streams: int) -> Iterator[Recorder]:
             decode, project=recorder.project, land=recorder.land, send=recorder.send,
             new_landing=recorder.new_landing,
         ),
-        mock.patch.object(torch.cuda, "set_stream", recorder.set_stream),
         mock.patch.object(symmetric, "allocate", recorder.new_slots),
     ):  # fmt: skip
         yield recorder
@@ -169,7 +168,7 @@ def record(plan: Plan, streams: int = 2, sets: int | None = None) -> Recorder:
     with recorded(streams) as recorder, torch.no_grad():
         run: Any = reducer.begin(Runtime(), plan, [norm] * (sublayers + 1), torch.Size((ROWS, 1)))
         if streams > 1:
-            run.chains = Chains(recorder.streams)  # type: ignore[arg-type]
+            run.chains = Chains(recorder.streams, recorder.set_stream)
         run.start(torch.empty(ROWS, 1, SIZE))
         for n, each in enumerate(plan.sublayers):
             x = run.read(n)

@@ -55,7 +55,6 @@ class Recorder:
         self.current = self.streams[0]
         for name in ("project", "land", "send"):
             monkeypatch.setattr(fused, name, getattr(self, name))
-        monkeypatch.setattr(torch.cuda, "set_stream", self.set_stream)
         kind = {"push": PushReducer, "nccl": AsyncReducer, "alone": AsyncReducer}[way]
         base: Any = kind.__new__(kind)
         base.ranks = Ranks(1, 0, 1) if way == "alone" else Ranks(2, 0, 1)
@@ -69,7 +68,7 @@ class Recorder:
         made.slots = lambda like: memory  # type: ignore[assignment, method-assign, return-value]
         norms = [RMSNorm(D, 1e-5) for _ in range(len(plan.sublayers) + 1)]
         self.run = DecodePass(Runtime(), made, plan, norms)
-        self.run.chains = Chains(self.streams)
+        self.run.chains = Chains(self.streams, self.set_stream)
 
     def set_stream(self, stream: Stream) -> None:
         self.current = stream
