@@ -66,23 +66,21 @@ class Ride(NamedTuple):
 
 
 def ride(
-    sends: bool, rows: int, chunks: int, outputs: int, block: int, gated: bool, eight_bits: bool,
-    most: int = MOST_CHUNKS,
-) -> Ride:  # fmt: skip
+    sends: bool, rows: int, chunks: int, outputs: int, block: int, gated: bool, eight_bits: bool
+) -> Ride:
     """rows, chunks: of a send, or of a landing, and of each row; 0: there is none. block: of
-    `blocks`. eight_bits: the weight is stored in so many. most: chunks that a program can have at
-    once, of 1, 2 and 4.
+    `blocks`. eight_bits: the weight is stored in so many.
 
     Where tiles fill the SMs, programs behind them begin when tiles end. So fewer, of more chunks
     each, begin at once where tiles leave SMs free. For 33 to 64 chunks, and sends of more than 160,
     larger tiles leave ROOM free; programs of 64 rows have 4, one after the other. Landings of 133
     to 256 are in the tiles, two at once. All of it was measured with rows of 4 chunks, an 8B's at
     TP 4; only the first is done with others. Behind the tiles steps of 4, 16 and 64 rows took 2 to
-    5 % longer (4x H200, benchmarks/riders.py; see docs/results/inference.md).
+    5 % longer (4x H200, benchmarks/results/2026-11-27-riders-beside-h200x4.txt).
     """
     own = rows_each(outputs, block, gated)
     tiles, parts = -(-outputs // own), rows * chunks
-    widest = min(most, power_of_2(max(1, chunks)))
+    widest = min(MOST_CHUNKS, power_of_2(max(1, chunks)))
     spans = [span for span in (1, 2, 4) if span <= widest]
     for span in spans[-1:] if 0 < rows <= WHOLE_ROWS else spans:
         programs = rows * -(-chunks // span)
@@ -94,7 +92,7 @@ def ride(
         if larger == block or (larger <= LARGEST and not gated):
             return Ride(widest, min(ROOM, programs), larger, fewer)
     in_pairs = rows * -(-chunks // 2) <= min(tiles, MULTIPROCESSORS) and tiles >= FULL
-    if in_pairs and parts > MULTIPROCESSORS and not (sends or eight_bits) and most > 1:
+    if in_pairs and parts > MULTIPROCESSORS and not (sends or eight_bits):
         return Ride(2, 0, block, own)
     return Ride(1, parts, block, own)
 
