@@ -199,7 +199,8 @@ class Session:
         # Not measured with NCCL, whose kernels run beside a step's: an SM would have to be idle
         # before it had the memory that they need.
         no_nccl = isinstance(reducer, PushReducer) or reducer.ranks.processes == 1
-        wanted = least(len(self.tokens), any(self.model.config.plan.overlaps))
+        beside = any(self.model.config.plan.overlaps)
+        wanted = least(len(self.tokens), beside, self.model.lm_head.scales is not None)
         with carveout(wanted if self.fused and no_nccl else DRIVERS):
             self.graph, _ = capture_graph(self._step)
         self.graph_logits = self.logits

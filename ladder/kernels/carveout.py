@@ -30,23 +30,27 @@ DRIVERS = -1  # the driver's choice
 # Percent of an H200's 228 KiB: 64 KiB. Where products use shared memory, kernels that need little
 # of it prefer that, too: less cost up to 2 % of a step of 16 sequences, 44 % up to 4 %.
 LEAST = 28
-# Rows up to which kernels on two streams prefer what they do on one. Of 16 and 32 sequences the
-# driver's choice, by which kernels of both streams fit an SM at once, takes 1 (bfloat16) to 4 %
-# (fp8) less of a ladder's steps; of 8 and 64 the same, of 1 and 4 up to 6 % more.
-MOST_APART = 8
+# Rows up to which kernels on two streams prefer what they do on one. From 8 sequences on the
+# driver's choice, by which kernels of both streams fit an SM at once, takes 0 to 4 % less of a
+# ladder's steps; of 1 up to 6 % more, of 4 to 6 within 2 % of the same.
+MOST_APART = 7
 
 # What was set for a compiled kernel. The driver keeps it, for what is captured later, too.
 _preferred: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
-def least(rows: int, beside: bool = False) -> int:
-    """The percentage that every kernel of a decode step of so many rows prefers at least; beside:
-    on two streams."""
+def least(rows: int, beside: bool = False, eight_bits: bool = False) -> int:
+    """The percentage that every kernel of a decode step of so many rows prefers at least.
+
+    beside: on two streams. eight_bits: weights are stored in so many. There LEAST takes 7 % less of
+    a ladder's steps of one sequence in fp8, in bfloat16 8 % more.
+    """
     if rows > MAX_ROWS:  # its products are others, and were not measured
         return DRIVERS
     if beside and rows > MOST_APART:
         return DRIVERS
-    return 0 if rows <= MAX_VECTOR_ROWS else LEAST
+    little = rows <= MAX_VECTOR_ROWS and not (beside and eight_bits)
+    return 0 if little else LEAST
 
 
 def needed(shared: int, programs: int, device: torch.device) -> int:

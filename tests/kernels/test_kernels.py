@@ -162,11 +162,15 @@ def test_a_kernel_prefers_the_shared_memory_that_its_programs_need_if_spread_eve
     assert launches.asked == set_once
 
 
-def test_steps_on_two_streams_leave_shared_memory_to_the_driver_from_nine_rows_on() -> None:
-    apart = [carveout.least(rows) for rows in (1, 2, 3, 8, 9, 64, 65)]
+def test_steps_on_two_streams_leave_shared_memory_to_the_driver_from_eight_rows_on() -> None:
+    rows = (1, 2, 3, 7, 8, 64, 65)
+    apart = [carveout.least(each) for each in rows]
     assert apart == [0, 0, *[carveout.LEAST] * 4, carveout.DRIVERS]
-    beside = [carveout.least(rows, True) for rows in (1, 2, 3, 8, 9, 64, 65)]
+    beside = [carveout.least(each, True) for each in rows]
     assert beside == [*apart[:4], *[carveout.DRIVERS] * 3]
+    assert [carveout.least(each, False, True) for each in rows] == apart
+    in_8_bits = [carveout.least(each, True, True) for each in rows]
+    assert in_8_bits == [*[carveout.LEAST] * 4, *[carveout.DRIVERS] * 3]
 
 
 def test_what_a_kernel_prefers_is_the_most_of_the_newest_capture(
