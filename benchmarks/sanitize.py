@@ -7,7 +7,10 @@
 Add `--error-exitcode 9` before `python` for an exit code that a script can check. Each tensor has
 its own allocation of exactly its size, so that memcheck sees an access beyond its end. What a
 kernel writes is also compared with its reference, so a launch that a sanitizer lost is an error.
-All-reduce kernels need peers and are not here: tests/infer/test_gpu_decode.py provokes those.
+Kernels that need peers are not here: tests/infer/test_gpu_decode.py provokes those of a decode
+step, and tests of operators make few calls for the sanitizer, on two GPUs:
+
+    compute-sanitizer --target-processes all --report-api-errors no pytest tests/ops -k each_once
 
 A function that ladder.kernels exports must have a case: write a generator function of (dtype) that
 yields (found, wanted) pairs and decorate it with @case("name of the kernel's function").

@@ -154,6 +154,26 @@ def provoked(which: str) -> int:
     return 0
 
 
+def each_once() -> int:
+    device, group = launch.join("cuda"), dist.group.WORLD
+    for which, choices in OPTIONS.items():
+        for op, name in cases(which):
+            known = set(OPERATORS[op].implementations[name].options)
+            options = [each for each in choices if known >= each.keys()][-1]
+            for call in (1, 4):  # ragged; few rows
+                A, B = inputs_of(op, name, call, device, torch.bfloat16)
+                given = arguments(op, A, B, call % 2 == 1, launch.world_size())
+                found = flat(run_of(op, name)(group, *given, **options))
+                check(op, name, options, call, found, given)
+    return 0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_each_once(world: int) -> None:
+    """Few calls, for compute-sanitizer: see benchmarks/sanitize.py."""
+    assert launch.run(each_once, (), nproc=world) == 0
+
+
 def ragged() -> None:
     """Ranks with fewer rows than others, of nearly as many bytes as slots are made for."""
     device = launch.join("cuda")

@@ -130,6 +130,20 @@ def provoked(op: str, name: str) -> int:
     return 0
 
 
+def each_once() -> int:
+    device = launch.join("cuda")
+    for op, name in CASES:
+        given = given_for(op, 1, device, torch.bfloat16)
+        check((op, name), flat(run_of(op, name)(dist.group.WORLD, *given)), op, given)
+    return 0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_each_once(world: int) -> None:
+    """Few calls, for compute-sanitizer: see benchmarks/sanitize.py."""
+    assert launch.run(each_once, (), nproc=world) == 0
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(("op", "name"), CASES)
 def test_calls_in_flight(op: str, name: str, world: int) -> None:

@@ -29,7 +29,7 @@ RIDES_INSIDE, BEHIND_COMMITS = "2026-11-27", ("a6535fa",)
 INSIDE_COMMITS = ("41aaacd", "e5d7e80", "0f6c05e")
 BESIDE_COMMITS = ("64ebca5",)
 # In those before that day, and of these commits, sends and landings ride, and all is on one stream.
-TWO_STREAMS, RIDING_COMMITS = "2026-11-28", ("5c18ef3", "e8b240c")
+TWO_STREAMS, RIDING_COMMITS = "2026-11-28", ("5c18ef3", "e8b240c", "8b38687")
 Chosen = Callable[[Mapping[str, Any]], bool]
 
 
