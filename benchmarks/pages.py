@@ -38,6 +38,7 @@ from ladder.parser import Parser, parse_words
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LATENCY = "2026-11-21-inference-h200x4"
+TODAY = "2026-11-28-half-8b-h200x2"
 BATCHES = "2026-11-21-figures-h200x4"
 QUALITY = (
     "2026-11-21-quality-h200",
@@ -63,7 +64,34 @@ MODEL, TP, BATCH = "llama-3-8b", 4, 1  # of the figures of inference
 
 
 def latency() -> str:
-    """Decode ms per token of an 8B by plan, beside the bounds."""
+    """Decode ms per token of an 8B's ranks by batch and plan, with today's kernels."""
+    bars, faster = [], []
+    rows = derive_rows(read(TODAY))
+    for case, members in sorted(by_case(rows).items(), key=lambda each: each[0].batch):
+        by = {row["point"].plan: row["decode_ms"] for row in members}
+        faster.append(by["standard"] / by["ladder"])
+        for plan, ms in sorted(by.items(), key=lambda each: -each[1]):
+            bound = plan == "none"
+            said = f"{ms:.2f} ms"
+            if plan not in ("standard", "none"):
+                said += f", {by['standard'] / ms:.2f} x"
+            name = f"batch {case.batch}: {'no communication' if bound else plan}"
+            colour = figures.COLOURS.get(plan, figures.MUTED)
+            bars.append(figures.Bar(name, ms, said, colour, bound))
+    title = (
+        f"The ladder decodes {min(faster):.2f} to {max(faster):.2f} x as fast as a standard "
+        f"Transformer"
+    )
+    point = rows[0]["point"]
+    subtitle = (
+        f"{point.model}, TP {point.tp} on {machine(TODAY)}: ranks of {MODEL} at TP {TP}; "
+        f"all-reduce push, prompt {point.prompt}"
+    )
+    return figures.bars(bars, "ms", title=title, subtitle=subtitle, row=20)
+
+
+def latency_nccl() -> str:
+    """Decode ms per token of an 8B by plan and all-reduce, beside the bounds, by older kernels."""
     members = [
         row
         for row in derive_rows(read(LATENCY))
@@ -181,6 +209,7 @@ def operators() -> str:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "latency.svg": latency,
+    "latency-nccl.svg": latency_nccl,
     "batches.svg": batches,
     "operators.svg": operators,
     "bags.svg": lambda: operator_figures.bags(read(OPS_BAGS)),
