@@ -19,12 +19,12 @@ from typing import Any
 from machines_by_hand import (
     COPIES,
     DECLARED,
+    FITTED_BY_HAND,
     FOUR_LIMIT,
     PEERS,
     PUSHES,
     TOGETHER,
     TURNS,
-    TWO_STREAMS,
     kernels,
 )
 
@@ -270,7 +270,7 @@ def one() -> Machine:
 def machine(gpus: int) -> Machine:
     """One GPU or two. Prompts are as they were recorded there, decode steps as on four."""
     found = with_steps_of(one() if gpus == 1 else fitted(gpus), four_today())
-    return replace(found, values={**found.values, **TWO_STREAMS})
+    return replace(found, values={**found.values, **FITTED_BY_HAND})
 
 
 def four_before() -> Machine:
@@ -294,7 +294,7 @@ def four_today() -> Machine:
     found = with_measured(four_then(), [taken(STEPS_MEASURED, STEPS_PARTS)])
     files = [RESULTS / file for file in STEPS_CALIBRATION]
     found = with_halves(with_missing(fit_steps(with_attention_in_steps(found, files), files)))
-    return replace(found, values={**found.values, **TWO_STREAMS})
+    return replace(found, values={**found.values, **FITTED_BY_HAND})
 
 
 def with_halves(machine: Machine) -> Machine:

@@ -39,12 +39,17 @@ BESIDE_NCCL = (
     "{}: in traces of training steps at TP 4 NCCL takes 1.3 times as long beside products "
     "(2026-11-21-train-8b-again-h200x4.jsonl){}"
 )
-TWO_STREAMS = {
+FITTED_BY_HAND = {
     "streams_together": Value(
         DEFAULTS["streams_together"],
         "fitted: a ladder's steps of three shapes in bfloat16 and fp8, 27 of 28, least squares; "
         "2026-11-28-two-streams-h200.txt, 2026-11-28-chains-quarter-8b-h200.jsonl, "
         "2026-11-28-chains-half-8b-h200x2.jsonl",
+    ),
+    "stored_power": Value(
+        DEFAULTS["stored_power"],
+        "fitted: prompts of 4, 16 and 64 x 1024 tokens, llama-3-8b, none, weights in fp8, TP 4, "
+        "least squares; 2026-11-27-fp8-again-h200x4.jsonl, 2026-11-28-fp8-halves-h200x4.jsonl",
     ),
 }
 DECLARED = {
