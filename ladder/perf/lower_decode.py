@@ -211,6 +211,8 @@ class _Decode(Step):
         if self.way == "push" and not (keep and len(inner) > 1):
             self.owns[n] = own = self._products(n, inner, add, pushes=True)
             self.starts[n] = self.graph.add("send", [own], sublayer=n, output=n, stream=LINKS)
+            # The product's kernel ends when the others have acknowledged what it pushed.
+            self.stream.done |= {self.starts[n]}
             return
         apart = keep and add is not None
         self.owns[n] = own = self._products(n, inner, None if apart else add)
