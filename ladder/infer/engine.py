@@ -31,6 +31,7 @@ from ladder.kernels.choice import GreedyChoice
 from ladder.models.errors import UserError
 from ladder.models.layers import vocabulary_start
 from ladder.models.transformer import Transformer
+from ladder.parallel.chains import overlaps
 from ladder.parallel.reducers import PushReducer
 from ladder.parallel.sharding import local_tensor
 
@@ -199,8 +200,9 @@ class Session:
         # Not measured with NCCL, whose kernels run beside a step's: an SM would have to be idle
         # before it had the memory that they need.
         no_nccl = isinstance(reducer, PushReducer) or reducer.ranks.processes == 1
-        beside = any(self.model.config.plan.overlaps)
-        wanted = least(len(self.tokens), beside, self.model.lm_head.scales is not None)
+        rows = len(self.tokens)
+        beside = any(overlaps(self.model.config.plan, rows))
+        wanted = least(rows, beside, self.model.lm_head.scales is not None)
         with carveout(wanted if self.fused and no_nccl else DRIVERS):
             self.graph, _ = capture_graph(self._step)
         self.graph_logits = self.logits

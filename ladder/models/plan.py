@@ -377,16 +377,6 @@ class Plan:
         )
 
     @cached_property
-    def overlaps(self) -> tuple[bool, ...]:
-        """Whether each sublayer may run beside another one, or parts of it beside each other."""
-        after = (*self.beside[1:], False)
-        kinds = (record.kind for record in self.sublayers)
-        return tuple(
-            here or then or "+" in kind
-            for here, then, kind in zip(self.beside, after, kinds, strict=True)
-        )
-
-    @cached_property
     def longest_flight(self) -> int:
         """The most sublayers that compute between an output and a read that lands it."""
         flights = (n - 1 - each.output for n, read in enumerate(self.landings) for each in read)

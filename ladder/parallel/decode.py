@@ -52,7 +52,7 @@ from ladder.models.in_flight import InFlight
 from ladder.models.layers import RMSNorm
 from ladder.models.plan import Landing, Plan
 from ladder.models.reducer import Reducer
-from ladder.parallel.chains import Chains
+from ladder.parallel.chains import Chains, overlaps
 from ladder.parallel.reducers import PushReducer
 
 if TYPE_CHECKING:
@@ -194,6 +194,7 @@ class DecodePass(Pass):
         self.newest: Read | None = None
         self.partials: list[Tensor] = []  # of the open group, on this rank
         self.chains = Chains()
+        self.overlaps: tuple[bool, ...] = ()
         self.columns = 0  # calls of `column` for the newest read
         self.beside = False  # whether other kernels may run beside the sublayer's
         # What both streams may read, of the last two sublayers: see `Chains`.
@@ -202,7 +203,8 @@ class DecodePass(Pass):
     # -- the loop -------------------------------------------------------------------------------
 
     def start(self, embedded: Tensor) -> None:
-        if embedded.is_cuda and any(self.plan.overlaps) and capture.mode() == "captured":
+        self.overlaps = overlaps(self.plan, len(embedded))
+        if embedded.is_cuda and any(self.overlaps) and capture.mode() == "captured":
             device = embedded.device.index
             streams = torch.cuda.current_stream(device), capture.side_stream(device)
             self.chains = Chains(streams, torch.cuda.set_stream)
@@ -214,7 +216,7 @@ class DecodePass(Pass):
             self.chains.join()
         else:
             self.chains.turn(self.plan.beside[n])
-        self.beside = not last and self.plan.overlaps[n]
+        self.beside = not last and self.overlaps[n]
         found = super().read(n)
         self.chains.read()
         self.columns = 0
@@ -232,7 +234,7 @@ class DecodePass(Pass):
 
     def column(self, x: Read, weights: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         self.columns += 1
-        if self.columns > 1:  # an MLP beside attention
+        if self.columns > 1 and self.beside:  # an MLP beside attention
             self.chains.branch()
         return tuple(x.project(weight, self.beside) for weight in weights)
 

@@ -25,6 +25,7 @@ from ladder.kernels.limits import MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Plan
+from ladder.parallel.chains import MOST_BRANCHED
 from ladder.perf.graph import COMM, LINKS, Graph, Operation
 from ladder.perf.lower_decode import decode
 from ladder.perf.lower_riders import riding
@@ -114,8 +115,11 @@ class DecodeCost:
 
     def lowered(self, plan: Plan) -> Graph:
         """The step of a plan, whose costs this then knows."""
-        lower = decode if self.kernels.rides == "nothing" else riding
-        graph = lower(plan, WAY[self.reducer] if self.tp > 1 else "alone")
+        way = WAY[self.reducer] if self.tp > 1 else "alone"
+        if self.kernels.rides == "nothing":
+            graph = decode(plan, way, self.batch <= MOST_BRANCHED)
+        else:
+            graph = riding(plan, way)
         self.crossing = {}
         for each in graph.operations:
             others = [graph.operations[need] for need in each.needs]

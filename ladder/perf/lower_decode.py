@@ -24,10 +24,11 @@ Event = frozenset[int]  # the operations that have ended
 
 
 @functools.lru_cache(maxsize=64)  # the same at all TP degrees and batches
-def decode(plan: Plan, way: str = "push") -> Graph:
+def decode(plan: Plan, way: str = "push", branches: bool = True) -> Graph:
     """One decode step. way: `push` (products write to the peers' slots), `nccl` (all-reduces on a
-    stream of their own), or `alone` (one process)."""
-    return _Decode(plan, way).run()
+    stream of their own), or `alone` (one process). branches: whether attention and MLP of one
+    sublayer run beside each other (`chains.MOST_BRANCHED`)."""
+    return _Decode(plan, way, branches).run()
 
 
 @dataclass
@@ -140,8 +141,9 @@ class _Stream:
 
 
 class _Decode(Step):
-    def __init__(self, plan: Plan, way: str) -> None:
+    def __init__(self, plan: Plan, way: str, branches: bool) -> None:
         super().__init__(plan, way)
+        self.branches = branches
         self.chains = Chains((_Stream(frozenset({self.residual})), _Stream()))
 
     def add(self, kind: str, needs: Iterable[int | None], **fields: object) -> int:
@@ -187,7 +189,7 @@ class _Decode(Step):
         """The first kernels of a sublayer's parts: the last product of each, and what it needs."""
         found = []
         for place, kind in enumerate(self.plan.sublayers[n].kind.split("+")):
-            if place:
+            if place and self.branches:
                 self.chains.branch()
             first = self.add("product", [self.read], part=FIRST[kind], sublayer=n)
             if kind == "attention":

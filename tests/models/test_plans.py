@@ -56,12 +56,9 @@ def test_ladder_blocks_only_at_the_end() -> None:
     [("ladder", 1), ("hybrid", L), ("standard", 2 * L), ("dtp-2", 2 * L), ("none", 2 * L)],
 )
 def test_sublayers_that_run_beside_the_one_before(name: str, first: int) -> None:
-    """From the first one on that needs nothing of it; in `parallel` parts of each layer do."""
-    plan = resolve_plan(name, L, 4)
-    assert plan.beside == tuple(n >= first for n in range(2 * L))
-    assert plan.overlaps == tuple(n >= first - 1 and first < 2 * L for n in range(2 * L))
-    parallel = resolve_plan("parallel", L)
-    assert (parallel.beside, parallel.overlaps) == ((False,) * L, (True,) * L)
+    """From the first one on that needs nothing of it."""
+    assert resolve_plan(name, L, 4).beside == tuple(n >= first for n in range(2 * L))
+    assert resolve_plan("parallel", L).beside == (False,) * L
 
 
 def test_hybrid_of_an_odd_number_of_layers_lags_on_the_larger_half() -> None:

@@ -26,8 +26,8 @@ from ladder.kernels.landing import LandingJob, PushTarget, SendJob, new_landing
 from ladder.models import Plan, Ranks, UserError, resolve_plan
 from ladder.models.layers import RMSNorm
 from ladder.models.runtime import Runtime
-from ladder.parallel import decode
-from ladder.parallel.chains import Chains
+from ladder.parallel import chains, decode
+from ladder.parallel.chains import MOST_BRANCHED, Chains, overlaps
 from ladder.parallel.decode import DecodeReducer, Matrix
 from ladder.parallel.reducers import PushReducer
 from tests.samples import FUSED_PLANS, random_plan
@@ -262,6 +262,18 @@ def test_what_runs_beside_what() -> None:
     # Of each layer: the landing, QKV, gate and up, down, O.
     assert overlapping("parallel") == [(5 * n + 1, 5 * n + i) for n in range(4) for i in (2, 3)]
     assert overlapping("standard") == []
+
+
+@pytest.mark.parametrize("name", ["ladder", "hybrid", "standard", "dtp-2", "parallel"])
+def test_sublayers_of_many_sequences_have_no_parts_beside_each_other(name: str) -> None:
+    """But a ladder's run beside their neighbours, of any number."""
+    plan = resolve_plan(name, 4, 4)
+    first = plan.beside.index(True) if any(plan.beside) else len(plan.sublayers)
+    beside = tuple(n >= first - 1 and any(plan.beside) for n in range(len(plan.sublayers)))
+    assert overlaps(plan, MOST_BRANCHED + 1) == beside
+    assert overlaps(plan, MOST_BRANCHED) == ((True,) * 4 if name == "parallel" else beside)
+    with mock.patch.object(chains, "MOST_BRANCHED", ROWS - 1):
+        assert bool(overlapping(name)) == any(beside)
 
 
 @pytest.mark.parametrize("name", ["turn", "branch", "merge", "join", "wait_for_newest"])

@@ -17,6 +17,7 @@ from ladder.models import Plan, Ranks, UserError, resolve_plan
 from ladder.models.in_flight import InFlight
 from ladder.models.layers import RMSNorm
 from ladder.models.runtime import Runtime
+from ladder.parallel import chains
 from ladder.parallel import decode as fused
 from ladder.parallel.chains import Chains
 from ladder.parallel.decode import DecodePass, DecodeReducer, Matrix
@@ -141,17 +142,19 @@ def launched(graph: Graph) -> list[Launch]:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("branches", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_decode_step_launches_what_the_fused_one_does(
-    monkeypatch: pytest.MonkeyPatch, name: str, way: str
+    monkeypatch: pytest.MonkeyPatch, name: str, way: str, branches: bool
 ) -> None:
     """In this order, on these streams, and each after the same others: fails for one landing, send
     or product too many, and for one that waits for too much or too little."""
     plan = PLANS[name]
+    monkeypatch.setattr(chains, "MOST_BRANCHED", 1 if branches else 0)
     recorder = Recorder(monkeypatch, way, plan)
     recorder.step(plan)
-    graph = decode(plan, way)
+    graph = decode(plan, way, branches)
     if plan.final_mean:  # its head is a plain product, which the recorder sees, too
         assert graph.launches["norm"] == 1
     assert launched(graph) == recorder.launches
