@@ -46,8 +46,8 @@ FITTED_BY_HAND = {
         "2026-11-28-two-streams-h200.txt, 2026-11-28-chains-quarter-8b-h200.jsonl, "
         "2026-11-28-chains-half-8b-h200x2.jsonl",
     ),
-    "stored_power": Value(
-        DEFAULTS["stored_power"],
+    "fp8_power": Value(
+        DEFAULTS["fp8_power"],
         "fitted: prompts of 4, 16 and 64 x 1024 tokens, llama-3-8b, none, weights in fp8, TP 4, "
         "least squares; 2026-11-27-fp8-again-h200x4.jsonl, 2026-11-28-fp8-halves-h200x4.jsonl",
     ),

@@ -10,6 +10,7 @@ kernel writes is also compared with its reference, so a launch that a sanitizer 
 Kernels that need peers are not here: tests/infer/test_gpu_decode.py provokes those of a decode
 step, and tests of operators make few calls for the sanitizer, on two GPUs:
 
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --target-processes all --report-api-errors no pytest tests/ops -k each_once
 
 A function that ladder.kernels exports must have a case: write a generator function of (dtype) that

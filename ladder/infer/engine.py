@@ -200,10 +200,12 @@ class Session:
         # Not measured with NCCL, whose kernels run beside a step's: an SM would have to be idle
         # before it had the memory that they need.
         no_nccl = isinstance(reducer, PushReducer) or reducer.ranks.processes == 1
-        rows = len(self.tokens)
-        beside = any(overlaps(self.model.config.plan, rows))
-        wanted = least(rows, beside, self.model.lm_head.scales is not None)
-        with carveout(wanted if self.fused and no_nccl else DRIVERS):
+        wanted = DRIVERS
+        if self.fused and no_nccl:
+            rows = len(self.tokens)
+            beside = any(overlaps(self.model.config.plan, rows))
+            wanted = least(rows, beside, self.model.lm_head.scales is not None)
+        with carveout(wanted):
             self.graph, _ = capture_graph(self._step)
         self.graph_logits = self.logits
 

@@ -237,8 +237,8 @@ def _tile(dim: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def default_programs(weight: Tensor) -> int:
-    """As many as were fastest for lookups, which an SM all has room for; the same on all GPUs of a
-    kind."""
+    """As many as were fastest for lookups; an SM has room for its share, and more. The same on all
+    GPUs of a kind."""
     if weight.device.type == "cpu":
         return 3
     warps = _tile(weight.shape[1], weight.itemsize)[2]

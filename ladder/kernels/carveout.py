@@ -43,7 +43,8 @@ def least(rows: int, beside: bool = False, eight_bits: bool = False) -> int:
     """The percentage that every kernel of a decode step of so many rows prefers at least.
 
     beside: on two streams. eight_bits: weights are stored in so many. There LEAST takes 7 % off a
-    ladder's steps of one sequence in fp8, and 6 off `parallel`'s, to which it adds 8 in bfloat16.
+    ladder's steps of one sequence in fp8, 1 of two or in int8, and 6 off `parallel`'s of one, to
+    which it adds 8 in bfloat16.
     """
     if rows > MAX_ROWS:  # its products are others, and were not measured
         return DRIVERS

@@ -25,7 +25,6 @@ from ladder.kernels.limits import MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Plan
-from ladder.parallel.chains import MOST_BRANCHED
 from ladder.perf.graph import COMM, LINKS, Graph, Operation
 from ladder.perf.lower_decode import decode
 from ladder.perf.lower_riders import riding
@@ -117,7 +116,7 @@ class DecodeCost:
         """The step of a plan, whose costs this then knows."""
         way = WAY[self.reducer] if self.tp > 1 else "alone"
         if self.kernels.rides == "nothing":
-            graph = decode(plan, way, self.batch <= MOST_BRANCHED)
+            graph = decode(plan, way, self.batch <= self.kernels.branches)
         else:
             graph = riding(plan, way)
         self.crossing = {}

@@ -189,8 +189,8 @@ class PromptCost:
     def limit(self, busy_us: float, total_us: float) -> None:
         """Slow products to what the power limit leaves in a pass that computes for `busy_us`."""
         self.unlimit()
-        boost, stored = self.machine.value("boost_ms"), self.stored != "bf16"
-        self.share = power_share(self.machine, boost, busy_us, total_us, stored)
+        boost, fp8 = self.machine.value("boost_ms"), self.stored.startswith("fp8")
+        self.share = power_share(self.machine, boost, busy_us, total_us, fp8)
 
     def beside(self, operation: Operation, other: Operation) -> float:
         """The speed of an operation beside another one, of its speed alone."""

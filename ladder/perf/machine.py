@@ -43,7 +43,7 @@ VALUES = {
     "boost_ms": "how long the GPU stays above its power limit",
     "power_exponent": "the speed of products goes with this power of what the limit leaves",
     "idle_power": "the power while nothing computes, of that under products without a pause",
-    "stored_power": "the power of prompts with weights in 8 bits, of that in 16; fitted",
+    "fp8_power": "the power of prompts with weights in fp8, of that in bfloat16; fitted",
     "product_beside_nccl": "the speed of a product beside an NCCL collective, of its speed alone",
     "row_beside_nccl": "the speed of a product of one row beside NCCL, of its speed alone",
     "nccl_beside_product": "the speed of an NCCL collective beside a product, of its speed alone",
@@ -71,7 +71,7 @@ DECLARED = {
     "boost_ms": 10.0,
     "power_exponent": 1 / 3,  # power goes with the cube of the clock
     "idle_power": 0.64,
-    "stored_power": 0.87,
+    "fp8_power": 0.87,
     "product_beside_nccl": 0.64,
     "nccl_beside_product": 0.75,
     "product_beside_copies": 0.75,

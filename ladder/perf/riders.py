@@ -19,6 +19,7 @@ from ladder.kernels.decode_shapes import (
     rows_each,
 )
 from ladder.kernels.limits import CHUNK
+from ladder.parallel.chains import MOST_BRANCHED
 from ladder.perf.graph import Graph, Operation
 
 if TYPE_CHECKING:
@@ -41,11 +42,13 @@ class Kernels(NamedTuple):
     on tiles may be, besides behind them: beside and inside of them, or inside alone; or that
     nothing rides, and steps have two streams. even: gated products are spread evenly over
     multiprocessors. long: products of 3 to 16 rows have longer steps, O of 3 and 4 rows in 8 bits
-    has tiles, and in fp8 O and down take float16."""
+    has tiles, and in fp8 O and down take float16. branches: of how many sequences at most attention
+    and MLP of one sublayer run beside each other."""
 
     rides: Rides = "nothing"
     even: bool = True
     long: bool = True
+    branches: int = MOST_BRANCHED
 
 
 TODAY = Kernels()

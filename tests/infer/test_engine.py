@@ -91,6 +91,12 @@ def test_captured_steps_prefer_no_more_shared_memory_than_they_need(
     quantise_model(quantised, "fp8")
     engine_for(quantised, True, True).session(1, 16, Sampling())
     assert asked == [28, *runs]
+    asked.clear()
+    parallel = engine_for(make("parallel", None), True, True)
+    for batch, least in ((32, -1), (33, 28)):
+        parallel.session(batch, 16, Sampling())
+        assert asked == [least, *runs], "from 33 on it has one stream"
+        asked.clear()
 
 
 def test_no_garbage_is_collected_during_a_capture() -> None:

@@ -155,6 +155,17 @@ def test_the_power_limit() -> None:
     assert power_share(idle, 10.0, 5e8, 1e9) == 1.0
 
 
+def test_products_by_weights_in_fp8_take_less_power() -> None:
+    """But not in int8, whose values times their scales have all bits."""
+    shares = {}
+    for weights in ("bf16", "int8", "fp8", "fp8-block"):
+        cost = PromptCost(model("none"), load("h200x4"), 4, 64, 1024, weights)
+        cost.limit(3e5, 3e5)
+        shares[weights] = cost.share
+    assert shares["bf16"] == shares["int8"] < 0.9
+    assert shares["fp8"] == shares["fp8-block"] > 1.05 * shares["bf16"]
+
+
 def test_attention_of_few_blocks_leaves_multiprocessors_idle() -> None:
     cost = PromptCost(model("none"), load("h200x4"), 4, 1, 1024)
     more = PromptCost(model("none"), load("h200x4"), 4, 16, 1024)

@@ -9,12 +9,14 @@ import pytest
 
 from ladder.config import model_config
 from ladder.models import resolve_plan
+from ladder.parallel.chains import MOST_BRANCHED, overlaps
 from ladder.perf import phases
 from ladder.perf.cost import DecodeCost
 from ladder.perf.graph import COMM, LINKS, MAIN, SECOND, Graph, Operation
 from ladder.perf.lower_decode import WAYS, decode
 from ladder.perf.machine import Value
 from ladder.perf.machine_files import load
+from ladder.perf.riders import TODAY, Kernels
 from ladder.perf.simulate import simulate
 from tests.samples import FUSED_PLANS, random_plan
 
@@ -51,6 +53,30 @@ def test_a_ladders_sublayers_take_turns() -> None:
             assert named(graph, n - 1, "landing").index in needs
         before = named(graph, n - 1, "down" if n % 2 == 0 else "output").index
         assert before not in needs  # it may still run
+
+
+def test_a_kernel_ends_when_what_it_pushes_has_arrived() -> None:
+    """Also where the next one reads the rank's own part alone."""
+    graph = of("dtp-2")
+    for n in range(1, 10):
+        last = named(graph, n - 1, "output" if n % 2 else "down")
+        sent = graph.operations[last.index + 1]
+        assert (sent.kind, sent.stream) == ("send", LINKS)
+        assert {last.index, sent.index} <= set(named(graph, n, "landing").needs)
+
+
+@pytest.mark.parametrize("batch", [1, 32, 33, 64])
+@pytest.mark.parametrize("name", ["parallel", "ladder", "standard", "none"])
+def test_streams_follow_the_engines_rule(name: str, batch: int) -> None:
+    shape = model_config("tiny")
+    plan = resolve_plan(name, shape.num_layers, 2)
+    config = replace(shape, plan=plan, tp_degree=2 if plan.depends_on_tp else None)
+    for kernels in (TODAY, Kernels(branches=64)):
+        cost = DecodeCost(config, load("h200x4"), 2, "push", batch, 100, kernels=kernels)
+        graph = cost.lowered(config.plan)
+        rows = min(batch, MOST_BRANCHED) if kernels.branches > MOST_BRANCHED else batch
+        used = {each.stream for each in graph.operations} - {LINKS, COMM}
+        assert used == ({MAIN, SECOND} if any(overlaps(config.plan, rows)) else {MAIN})
 
 
 def test_a_hybrid_has_two_streams_where_it_is_a_ladder() -> None:

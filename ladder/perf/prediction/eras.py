@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
+from ladder.kernels.limits import MAX_ROWS
 from ladder.perf.machine import Machine
 from ladder.perf.nodes import with_former_kernels, with_older_kernels
 from ladder.perf.riders import TODAY, Kernels
 
-Era = Literal["today", "riding", "beside", "inside", "behind", "older"]  # newest first
+Era = Literal["today", "branching", "riding", "beside", "inside", "behind", "older"]  # newest first
 ERAS: tuple[Era, ...] = get_args(Era)
 SAID: dict[Era, str] = {
     "today": "",
+    "branching": "parts of a layer beside each other",
     "riding": "riding beside tiles",
     "beside": "keys read after the wait",
     "inside": "riding inside tiles",
@@ -30,6 +32,9 @@ INSIDE_COMMITS = ("41aaacd", "e5d7e80", "0f6c05e")
 BESIDE_COMMITS = ("64ebca5",)
 # In those before that day, and of these commits, sends and landings ride, and all is on one stream.
 TWO_STREAMS, RIDING_COMMITS = "2026-11-28", ("5c18ef3", "e8b240c", "8b38687")
+# In those of these commits attention and MLP of `parallel` are on two streams, of 33 to 64
+# sequences, too.
+BRANCHING_COMMITS = ("e0aaac6", "0fe2e3a", "d3dcdbf", "7e146f2")
 Chosen = Callable[[Mapping[str, Any]], bool]
 
 
@@ -50,7 +55,9 @@ def era_of(about: Mapping[str, Any]) -> Era:
     if commit.startswith(BESIDE_COMMITS):
         return "beside"
     rides = str(about.get("date", TWO_STREAMS)) < TWO_STREAMS or commit.startswith(RIDING_COMMITS)
-    return "riding" if rides else "today"
+    if rides:
+        return "riding"
+    return "branching" if commit.startswith(BRANCHING_COMMITS) else "today"
 
 
 def of_era(era: Era) -> Chosen:
@@ -68,6 +75,8 @@ def as_then(machine: Machine, era: Era) -> tuple[Machine, Kernels]:
     products and riders were cut."""
     if era == "today":
         return machine, TODAY
+    if era == "branching":
+        return machine, Kernels(branches=MAX_ROWS)
     if era == "riding":
         return machine, Kernels("beside")
     if era == "older":
