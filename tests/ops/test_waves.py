@@ -192,6 +192,7 @@ OF_TABLE = [
     RESULTS / "2026-11-26-ops-scatters-h100x2.jsonl",
     *(RESULTS / f"2026-11-27-{kind}-h200x4.jsonl" for kind in OF_FOUR),
     *(RESULTS / f"2026-11-28-{kind}-h200x4.jsonl" for kind in IN_BLOCKS),
+    RESULTS / "2026-11-28-ops-bags-h200x2.jsonl",
 ]  # fmt: skip
 
 
