@@ -214,7 +214,7 @@ class _Decode(Step):
             self.owns[n] = own = self._products(n, inner, add, pushes=True)
             self.starts[n] = self.graph.add("send", [own], sublayer=n, output=n, stream=LINKS)
             # The product's kernel ends when the others have acknowledged what it pushed.
-            self.stream.done |= {self.starts[n]}
+            self.stream.wait_event(frozenset({self.starts[n]}))
             return
         apart = keep and add is not None
         self.owns[n] = own = self._products(n, inner, None if apart else add)

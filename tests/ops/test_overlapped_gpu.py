@@ -90,6 +90,12 @@ def cases(which: str) -> list[tuple[str, str]]:
     return [(op, name) for op, name in EVERY + IN_BLOCKS + FEW_ROWS if name == which]
 
 
+def choices(which: str, op: str, name: str) -> list[dict[str, Any]]:
+    """Those of OPTIONS that the implementation has."""
+    known = set(OPERATORS[op].implementations[name].options)
+    return [each for each in OPTIONS[which] if known >= each.keys()]
+
+
 def inputs_of(
     op: str, name: str, call: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -146,8 +152,7 @@ def provoked(which: str) -> int:
     for op, name in cases(which):
         wide = (torch.float32,) if name in PUSHED else ()
         for dtype in (torch.bfloat16, torch.float16, *wide):
-            known = set(OPERATORS[op].implementations[name].options)
-            provoke(op, name, dtype, [each for each in OPTIONS[which] if known >= each.keys()])
+            provoke(op, name, dtype, choices(which, op, name))
             dense(op, name, dtype)
     if which == "push":
         ragged()
@@ -156,10 +161,9 @@ def provoked(which: str) -> int:
 
 def each_once() -> int:
     device, group = launch.join("cuda"), dist.group.WORLD
-    for which, choices in OPTIONS.items():
+    for which in OPTIONS:
         for op, name in cases(which):
-            known = set(OPERATORS[op].implementations[name].options)
-            options = [each for each in choices if known >= each.keys()][-1]
+            options = choices(which, op, name)[-1]
             for call in (1, 4):  # ragged; few rows
                 A, B = inputs_of(op, name, call, device, torch.bfloat16)
                 given = arguments(op, A, B, call % 2 == 1, launch.world_size())
