@@ -38,7 +38,7 @@ from ladder.parser import Parser, parse_words
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LATENCY = "2026-11-21-inference-h200x4"
-TODAY = "2026-11-28-half-8b-h200x2"
+TODAY = "2026-11-28-inference-apart-h200x4"
 BATCHES = "2026-11-21-figures-h200x4"
 QUALITY = (
     "2026-11-21-quality-h200",
@@ -64,7 +64,7 @@ MODEL, TP, BATCH = "llama-3-8b", 4, 1  # of the figures of inference
 
 
 def latency() -> str:
-    """Decode ms per token of an 8B's ranks by batch and plan, with today's kernels."""
+    """Decode ms per token of an 8B by batch and plan, with today's kernels."""
     bars, faster = [], []
     rows = derive_rows(read(TODAY))
     for row in sorted(rows, key=lambda row: (row["point"].batch, -row["decode_ms"])):
@@ -84,8 +84,7 @@ def latency() -> str:
     )
     point = rows[0]["point"]
     subtitle = (
-        f"{point.model}, TP {point.tp} on {machine(TODAY)}: ranks of {MODEL} at TP {TP}; "
-        f"all-reduce push, prompt {point.prompt}"
+        f"{point.model}, TP {point.tp} on {machine(TODAY)}, all-reduce push, prompt {point.prompt}"
     )
     return figures.bars(bars, "ms", title=title, subtitle=subtitle, row=20)
 

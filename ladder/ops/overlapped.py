@@ -161,17 +161,22 @@ def _gathered(
 # -- matmul_reduce_scatter, and its landing ---------------------------------------------------
 
 
-@implement("matmul_reduce_scatter", "chunked", peer_refusal, BLOCKS, surplus=by_chunks(1))
+@implement(
+    "matmul_reduce_scatter", "chunked", peer_refusal, (*BLOCKS, "pairs"), surplus=by_chunks(1)
+)
 def chunked_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int,
-    blocks: int = 1, ratio: int = 1, streams: int = 1,
+    blocks: int = 1, ratio: int = 1, streams: int = 1, pairs: bool = False,
 ) -> Tensor:  # fmt: skip
-    """blocks, ratio: see `Blocks`. streams: as of `chunked_all_gather_matmul`."""
+    """blocks, ratio: see `Blocks`. streams: as of `chunked_all_gather_matmul`. pairs: chunks of two
+    peers that are neighbours are one product; of one block."""
     check_streams(streams)
+    if pairs and blocks > 1:
+        raise UserError(f"pairs=true with blocks={blocks}; set pairs=false, or blocks=1")
     rows = rows_first(A, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
     out, finish = adding(space.world, rows, B, reduce_op == "avg")
-    scatter_chunks(space, rows, B, finish, (blocks, ratio, streams))
+    scatter_chunks(space, rows, B, finish, (blocks, ratio, streams), pairs=pairs)
     return rows_back(out, A, scatter_dim)
 
 
@@ -190,11 +195,12 @@ def chunked_landing(
 
 def scatter_chunks(
     space: workspace.Workspace, rows: Tensor, B: Tensor, finish: Finish,
-    options: tuple[int, int, int], waiting: bool = False,
+    options: tuple[int, int, int], waiting: bool = False, pairs: bool = False,
 ) -> None:  # fmt: skip
     """Run `finish` with the ranks' parts of this rank's rows of rows @ B.
 
-    options: blocks, ratio, streams. waiting: it waits for the parts by itself; of one block.
+    options: blocks, ratio, streams. waiting: it waits for the parts by itself; of one block, as
+    pairs, for which see `chunked_matmul_reduce_scatter`.
     """
     blocks, ratio, streams = options
     rank, world, n = space.rank, space.world, B.shape[1]
@@ -218,6 +224,10 @@ def scatter_chunks(
         to = slots[rank][rank] if q == rank else partials[q]
         torch.mm(chunks[q][mine], B, out=to[mine])
 
+    def both(first: int) -> None:
+        mine = slice(first * cut.height, (first + 2) * cut.height)
+        torch.mm(rows[mine], B, out=partial[mine])
+
     def copy(chunk: int) -> None:
         q, mine = of(chunk)
         slots[q][rank][mine].copy_(partials[q][mine], non_blocking=True)
@@ -227,8 +237,8 @@ def scatter_chunks(
         finish.run(slots[rank][:, mine], mine, arrivals)
 
     space.run(
-        schedules.reduce_scatter(rank, world, waiting, streams, blocks), chosen,
-        {"product": product, "copy": copy, "sum": add},
+        schedules.reduce_scatter(rank, world, waiting, streams, blocks, pairs), chosen,
+        {"product": product, "both": both, "copy": copy, "sum": add},
         memory=(rows, B, partial, *finish.memory), numbers=(finish.numbers, ratio),
     )  # fmt: skip
 

@@ -162,8 +162,9 @@ def all_gather(
 
 @functools.cache
 def reduce_scatter(
-    rank: int, world: int, waiting: bool = False, streams: int = 1, blocks: int = 1
-) -> Schedule:
+    rank: int, world: int, waiting: bool = False, streams: int = 1, blocks: int = 1,
+    pairs: bool = False,
+) -> Schedule:  # fmt: skip
     """The product of each peer's chunk, sent while the next is computed; the own chunk is last.
 
     Each chunk is in blocks of rows. Chunk b x T + q is the rows of rank q in block b. Actions:
@@ -171,11 +172,13 @@ def reduce_scatter(
     of which the own product is one, in the order of the ranks. The peers' chunks of all blocks come
     first. streams: 1 or 2, of the products and of the sums that follow them: a sum may then run
     beside the last tiles of the next block's product. waiting: `sum` waits for the slots by itself;
-    for one block.
+    for one block. pairs: `both` c is the product of chunks c and c + 1, of ranks 2i and 2i + 1, if
+    both are peers: two products of few rows take longer than one of all. For one block.
     """
-    lanes, ways, steps = _lanes(blocks * world, streams), _ways(world), _fork(streams)
+    groups, ways, steps = _groups(rank, world, pairs), _ways(world), _fork(streams)
+    lanes = _lanes(blocks * (len(groups) + 1), streams)
     for block in range(blocks):
-        steps += _peers(rank, world, block, lanes[block * (world - 1) :])
+        steps += _peers(rank, world, block, lanes[block * len(groups) :], groups)
     if waiting:
         steps += [Work(lanes[-1], "product", rank), *_join(streams)]
         flags = others(rank, world)
@@ -261,14 +264,36 @@ def _lanes(products: int, streams: int) -> list[Stream]:
     return [LANES[number % streams] for number in range(products)]
 
 
-def _peers(rank: int, world: int, block: int, lanes: list[Stream]) -> list[Step]:
-    """The products of the peers' chunks of a block, each sent while the next is computed."""
+def _groups(rank: int, world: int, pairs: bool = False) -> list[tuple[int, ...]]:
+    """The peers whose chunks are one product, from rank + 1 on. pairs: 2i and 2i + 1 together."""
+    peers = others(rank, world)
+    if not pairs:
+        return [(q,) for q in peers]
+    last, own = world - world % 2, rank - rank % 2
+    return [
+        (q, q + 1) if q < last and q - q % 2 != own else (q,)
+        for q in peers
+        if q % 2 == 0 or q - 1 == own
+    ]
+
+
+def _peers(
+    rank: int, world: int, block: int, lanes: list[Stream],
+    groups: Sequence[tuple[int, ...]] | None = None,
+) -> list[Step]:  # fmt: skip
+    """The products of the peers' chunks of a block, each sent while the next is computed.
+
+    groups: see `_groups`; None: each peer's chunk alone.
+    """
     steps: list[Step] = []
-    for peer, lane in zip(others(rank, world), lanes, strict=False):
-        chunk = block * world + peer
-        ready, way = f"product {chunk}", _way(rank, peer, world)
-        steps += [Work(lane, "product", chunk), Record(lane, ready), Follow(way, ready)]
-        steps += _send(rank, peer, chunk, block * world + rank, block == 0, stream=way)
+    for peers, lane in zip(groups or _groups(rank, world), lanes, strict=False):
+        first = block * world + peers[0]
+        ready, action = f"product {first}", "product" if len(peers) == 1 else "both"
+        steps += [Work(lane, action, first), Record(lane, ready)]
+        for peer in peers:
+            chunk, way = block * world + peer, _way(rank, peer, world)
+            steps.append(Follow(way, ready))
+            steps += _send(rank, peer, chunk, block * world + rank, block == 0, stream=way)
     return steps
 
 

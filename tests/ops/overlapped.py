@@ -155,7 +155,7 @@ def options_of(op: str, name: str) -> list[dict[str, Any]]:
     if name == "ring" or (op in WHOLE and name == "chunked"):
         return BLOCKS
     if (op, name) == ("matmul_reduce_scatter", "chunked"):
-        return [{}, *BLOCKS, {"streams": 2}]
+        return [{}, *BLOCKS, {"streams": 2}, {"pairs": True}, {"streams": 2, "pairs": True}]
     if name == "chunked":
         return [{}, {"streams": 2}]
     if name == "blocked":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ladder.ops import schedules, track_schedules
-from ladder.ops.steps import COPIES, Await, Follow, Put, Record, Schedule, Word
+from ladder.ops.steps import COPIES, Await, Follow, Put, Record, Schedule, Word, Work
 from ladder.ops.track_maps import all_to_all
 from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)
 from tests.ops.overlapped import (
@@ -105,7 +105,8 @@ def test_implementations_that_share_slots(op: str) -> None:
 
 
 def label(kind: str, options: dict[str, Any]) -> str:
-    return f"{kind}, {options.get('blocks', 1)} blocks, {options.get('streams', 1)} streams"
+    pairs = ", pairs" if options.get("pairs") else ""
+    return f"{kind}, {options.get('blocks', 1)} blocks, {options.get('streams', 1)} streams{pairs}"
 
 
 def check_streams_join(schedule: Schedule) -> None:
@@ -172,6 +173,9 @@ def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
                     schedules.reduce_scatter, world=world, waiting=True, streams=streams
                 ),
             }
+            found[label("scatter", {**options, "pairs": True})] = functools.partial(
+                schedules.reduce_scatter, world=world, streams=streams, pairs=True
+            )
         found |= {label(kind, options): made for kind, made in kinds.items()}
     return found
 
@@ -278,6 +282,24 @@ def test_a_schedule_without_a_step_fails(device: str, op: str, name: str) -> Non
 def test_a_schedule_of_four_ranks_without_a_step_fails(op: str) -> None:
     """The same where copies are on several streams."""
     check_each_step(op, "chunked", {"blocks": 2}, 4)
+    if op == "matmul_reduce_scatter":
+        check_each_step(op, "chunked", {"pairs": True}, 4)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "groups"),
+    [
+        (0, 4, [(1,), (2, 3)]), (1, 4, [(2, 3), (0,)]), (2, 4, [(3,), (0, 1)]),
+        (3, 4, [(0, 1), (2,)]), (0, 2, [(1,)]), (2, 5, [(3,), (4,), (0, 1)]), (0, 1, []),
+    ],
+)  # fmt: skip
+def test_pairs_are_neighbours_without_this_rank(
+    rank: int, world: int, groups: list[tuple[int, ...]]
+) -> None:
+    schedule = schedules.reduce_scatter(rank, world, pairs=True)
+    products = [s for s in schedule if isinstance(s, Work) and s.action in ("product", "both")]
+    wanted = [("both" if len(each) > 1 else "product", each[0]) for each in groups]
+    assert [(s.action, s.chunk) for s in products] == [*wanted, ("product", rank)]
 
 
 def check_each_step(op: str, name: str, options: dict[str, Any], world: int) -> None:

@@ -73,6 +73,12 @@ def test_chunks_of_ragged_rows_take_more_tiles() -> None:
     # Blocks are chunks, too, and each reads the whole weight; those of `ring` are two.
     assert surplus(AR, "chunked", 1024, 12288, blocks=4) > 0.1
     assert surplus(AR, "ring", 2048, 12288) == surplus(AR, "chunked", 2048, 12288, blocks=2)
+    # Chunks of 256 rows fill 96 tiles of a wave of 132, pairs of them 192 of two.
+    alone, pairs = (surplus(RS, "chunked", 1024, 12288, 4, pairs=p) for p in (False, True))
+    height = {rows: least_taken(rows, 12288) for rows in (256, 512, 1024)}
+    assert alone == pytest.approx(4 * height[256] / height[1024] - 1)
+    assert pairs == pytest.approx((height[512] + 2 * height[256]) / height[1024] - 1)
+    assert surplus(RS, "chunked", 1024, 12288, pairs=True) == 0  # of two ranks there is no pair
     # Fewer rows than ranks: empty chunks take nothing.
     assert surplus(AR, "chunked", 1, 12288, 4) == 0
 
@@ -184,6 +190,9 @@ RECORDS = [RESULTS / f"2026-11-{day}-ops-h200x2.jsonl" for day in (22, 23)]
 H100S = ("ops-rows", "ops", "ops-summing", "ops-sums", "ops-gathers", "ops-gpt3", "ops-bags")
 OF_FOUR = ("ops", "ops-turns", "ops-llama", "ops-scatters")
 IN_BLOCKS = ("blocked-streams", "blocked-llama2", "blocked")
+OF_FOUR_AGAIN = (
+    "ops-prompts", "ops-llama", "ops-few", "ops-bags", "ops-pairs", "ops-train", "ops-shots",
+)  # fmt: skip
 OF_TABLE = [
     *RECORDS, *(RESULTS / f"2026-11-25-{kind}-h100x2.jsonl" for kind in H100S),
     RESULTS / "2026-11-25-ops-h200x2.jsonl",
@@ -193,6 +202,7 @@ OF_TABLE = [
     *(RESULTS / f"2026-11-27-{kind}-h200x4.jsonl" for kind in OF_FOUR),
     *(RESULTS / f"2026-11-28-{kind}-h200x4.jsonl" for kind in IN_BLOCKS),
     RESULTS / "2026-11-28-ops-bags-h200x2.jsonl",
+    *(RESULTS / f"2026-11-28-{kind}-h200x4.jsonl" for kind in OF_FOUR_AGAIN),
 ]  # fmt: skip
 
 

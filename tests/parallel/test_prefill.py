@@ -26,7 +26,7 @@ from ladder.parallel import launch
 from ladder.parallel.choose import check_base, choose
 from ladder.parallel.dispatch import Dispatch, Prefill, load_dispatch
 from ladder.parallel.mesh import make_mesh
-from ladder.parallel.overlap import Overlap, slot_bytes
+from ladder.parallel.overlap import Overlap, prompt_mode, slot_bytes
 from ladder.parallel.prefill import FusedPrefill
 from ladder.parallel.reducers import AsyncReducer, PushReducer
 from ladder.parallel.refusals import fused_refusal, sums_in_products
@@ -188,6 +188,24 @@ def test_large_prompts_whose_products_overlap_on_two_h100s() -> None:
     # Without a graph, the operators of a prompt that was not measured wait for the host.
     assert chosen(config, 4352) == "fused"
     assert chosen(config, 4352, mode="eager") == "sharded"
+
+
+def test_large_prompts_whose_products_overlap_on_four_h200s() -> None:
+    """An 8B's: those that were measured (4,096, 16,384 and 65,536 tokens), and most between."""
+    table, config = load_dispatch("NVIDIA H200", 4), model_config("llama-3-8b")
+
+    def chosen(plan: str, tokens: int) -> str:
+        overlap = Overlap(config, "NVIDIA H200", 4, torch.bfloat16)
+        return choose(
+            "prefill", resolve_plan(plan, 4, 4), Ranks(4, 1, 1), (1, tokens),
+            2 * config.hidden_size, table, overlaps=lambda n: overlap(n, prompt_mode(n)),
+        ).reducer  # fmt: skip
+
+    for tokens in (4096, 5378, 8192, 16384, 20000, 32768, 65536):
+        assert chosen("standard", tokens) == "fused", tokens
+        assert chosen("ladder", tokens) == "sharded", tokens
+    for tokens in (1024, 4094, 4098, 6146, 9218, 131072):
+        assert chosen("standard", tokens) == "sharded", tokens
 
 
 def test_what_the_slots_of_a_prompt_take() -> None:
