@@ -46,6 +46,11 @@ FITTED_BY_HAND = {
         "2026-11-28-two-streams-h200.txt, 2026-11-28-chains-quarter-8b-h200.jsonl, "
         "2026-11-28-chains-half-8b-h200x2.jsonl",
     ),
+    "whole_row_us": Value(
+        DEFAULTS["whole_row_us"],
+        "fitted: decode steps of 4, 16 and 64 sequences, half-8b, standard, weights in fp8, TP 2, "
+        "least squares; 2026-11-28-fp8-half-8b-h200x2.jsonl",
+    ),
     "fp8_power": Value(
         DEFAULTS["fp8_power"],
         "fitted: prompts of 4, 16 and 64 x 1024 tokens, llama-3-8b, none, weights in fp8, TP 4, "

@@ -175,7 +175,15 @@ class DecodeCost:
             more += self._waited(operation)
         if launched and operation.kind in ("landing", "sum") and not self.landings:
             more += self.moved(operation)
-        return self._known[key].us + more
+        return self._whole_row(operation) + self._known[key].us + more
+
+    def _whole_row(self, operation: Operation) -> float:
+        """What the slots of a landing take beyond one of none, where it makes pieces of the row for
+        weights in fp8: one program has the whole row, and reads the slots one after the other."""
+        pieces = self.tiles and self.stored == "fp8" and self.reducer == "push" and self.tp > 1
+        if not pieces or not any(each.summed for each in operation.landings):
+            return 0.0
+        return self.tp * self.machine.value("whole_row_us") if operation.launched else 0.0
 
     def _waited(self, operation: Operation) -> float:
         """What a sum that blocks takes beyond its own time: it waits for the slowest rank, while

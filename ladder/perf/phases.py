@@ -165,12 +165,13 @@ def _label(operation: Operation) -> str:
 
 def prefill(
     config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, prompt: int,
-    jitter: float = 0.0, weights: str = "bf16",
+    jitter: float = 0.0, weights: str = "bf16", inside: bool = True,
 ) -> Prediction:  # fmt: skip
     """The prefill of `batch` prompts of `prompt` tokens each, as the fused engine runs it.
 
-    reducer: push, async (NCCL) or fused. Raises UserError as `decode` does, and for a plan that
-    fused operators refuse.
+    reducer: push, async (NCCL) or fused. inside: with push, whether fused operators run where the
+    tables name them, as the engine has it; otherwise copies between products do. Raises UserError
+    as `decode` does, and for a plan that fused operators refuse.
     """
     config.check_divides(tp, "--tp")
     _check_tokens(config, batch, prompt)
@@ -182,8 +183,8 @@ def prefill(
     if held_ranks(config, tp) > 1:
         return _virtual(config, machine, tp, reducer, (batch, prompt), 0, jitter, weights)
     cost = PromptCost(config, machine, tp, batch, prompt, weights)
-    way = prompt_way(config, config.plan, machine.gpu, tp, reducer, (batch, prompt), weights)
-    graph = lower_prefill(config.plan, way)
+    asked = machine.gpu, tp, reducer, (batch, prompt), weights
+    graph = lower_prefill(config.plan, prompt_way(config, config.plan, *asked, inside=inside))
     times = _limited(graph, cost)
     added = waiting(graph, cost, cost.beside, times.total, tp, tp, jitter)
 
@@ -248,11 +249,11 @@ def _check_tokens(config: ModelConfig, batch: int, tokens: int) -> None:
 
 def prompt_way(
     config: ModelConfig, plan: Plan, gpu: str, tp: int, reducer: str, shape: tuple[int, int],
-    weights: str = "bf16",
+    weights: str = "bf16", inside: bool = True,
 ) -> Way:  # fmt: skip
     """How the engine reduces in a prefill of tokens of `shape` [B, S], by the choice that it makes.
 
-    plan: the model's, or that without its reduces.
+    plan: the model's, or that without its reduces. inside: as of `prefill`.
     """
     if tp == 1:
         return Way(1)
@@ -260,7 +261,7 @@ def prompt_way(
     token = BF16 * config.hidden_size  # of a partial
 
     def overlaps(tokens: int) -> bool:
-        if weights != "bf16":
+        if weights != "bf16" or not inside:
             return False
         import torch  # late: only prompts that may run by operators ask
 

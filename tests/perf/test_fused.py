@@ -123,7 +123,7 @@ def test_what_exchanges_take_is_near_the_records() -> None:
 def test_a_table_of_ones_own_changes_the_prediction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
-    """The packaged table has no such shape of an 8B: nothing overlaps there. Without a power limit,
+    """The packaged table has no such shape of a 70B: nothing overlaps there. Without a power limit,
     which is nearer the less a prompt waits."""
     limited = load("h200x4")
     machine = replace(limited, values=limited.values | {"power_limit": Value(1.0, "none")})
@@ -131,13 +131,13 @@ def test_a_table_of_ones_own_changes_the_prediction(
     write(machine, file)
 
     def us() -> dict[str, float]:
-        words = ["llama-3-8b", "--prefill", "--batch", "4", "--tp", "4", "--plans", "standard"]
+        words = ["llama-3-70b", "--prefill", "--batch", "4", "--tp", "4", "--plans", "standard"]
         words += ["--machine", str(file), "--reducers", "fused", "push", "--json"]
         assert main(["predict", *words]) == 0
         found = json.loads(capsys.readouterr().out)
         return {row["way"]: row["us"] for row in found["rows"]}
 
-    shape, before = model_config("llama-3-8b"), us()
+    shape, before = model_config("llama-3-70b"), us()
     hidden, inner = shape.hidden_size, shape.intermediate_size // 4
     sizes = bucket((4096, 2 * inner, hidden))
     call = "all_gather_matmul", "NVIDIA H200", 4, sizes, False, "captured"

@@ -33,9 +33,9 @@ def test_intervals_say_when_nothing_like_it_was_recorded() -> None:
     near = intervals.interval("prefill", "NVIDIA H200", 4, "push", "llama-3-8b", 1e4)
     assert not near.far
     assert not intervals.interval("decode", "NVIDIA H200", 4, "push", "llama-3-8b", 1500.0).far
-    older = intervals.interval("decode", "NVIDIA H200", 4, "async", "llama-3-8b", 1500.0)
+    older = intervals.interval("decode", "NVIDIA H200", 2, "async", "llama-3-8b", 1500.0)
     assert older.far
-    assert "(decode, async, 4 x NVIDIA H200, older kernels)" in older.source
+    assert "(decode, async, 2 x NVIDIA H200, older kernels)" in older.source
     assert not intervals.interval("decode", "NVIDIA H200", 1, "", "quarter-8b", 1500.0).far
     more = intervals.interval("decode", "NVIDIA H200", 8, "push", "llama-3-8b", 1500.0)
     assert more.far

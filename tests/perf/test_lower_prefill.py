@@ -217,7 +217,7 @@ def test_an_exchange_takes_what_was_measured(batch: int, transport: str) -> None
     config = model("standard")
     cost = PromptCost(config, machine, 4, batch, 1024)
     graph = prefill(config.plan, phases.prompt_way(
-        config, config.plan, machine.gpu, 4, "push", (batch, 1024)
+        config, config.plan, machine.gpu, 4, "push", (batch, 1024), inside=False
     ))  # fmt: skip
     kinds = ("barrier", "copies", "peers", "landing")
     landed = next(

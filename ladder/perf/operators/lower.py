@@ -64,7 +64,7 @@ Lowered = tuple[Sequence[Schedule], Tasks]
 
 def chunked(
     cost: OperatorCost, op: str, size: Size, blocks: int = 1, ratio: int = 1, streams: int = 1,
-    push: bool = False,
+    push: bool = False, pairs: bool = False,
 ) -> Lowered:  # fmt: skip
     if op == GATHER:
         return _gathered(cost, size, streams)
@@ -74,14 +74,17 @@ def chunked(
 
     def tasks(rank: int, step: Work) -> Task:
         rows = height(cut.place(*divmod(step.chunk, world)))
-        if step.action == "product":
-            return cost.product(rows, size.outputs, size.inputs)
+        if step.action in ("product", "both"):
+            several = 2 if step.action == "both" else 1
+            return cost.product(several * rows, size.outputs, size.inputs)
         if step.action == "copy":
             return cost.copies(size.line * rows)
         return cost.moves(size.line * rows * sum_bytes(op, world))
 
     waiting = op == LANDING
-    made = [schedules.reduce_scatter(r, world, waiting, streams, blocks) for r in range(world)]
+    made = [
+        schedules.reduce_scatter(r, world, waiting, streams, blocks, pairs) for r in range(world)
+    ]
     return made, tasks
 
 

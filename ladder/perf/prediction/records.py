@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -71,29 +72,32 @@ class Score:
 
 def inference_times(
     files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None,
-    of: Chosen = every,
+    of: Chosen = every, inside: bool | None = None,
 ) -> dict[InferencePoint, float]:  # fmt: skip
     """Milliseconds of each point that was recorded on this machine's GPUs and that is predicted;
-    medians over its records. of: which records, by what they say of their machine."""
+    medians over its records. of: which records, by what they say of their machine. inside: those of
+    prompts that ran by fused operators unasked, or the others; None: all."""
     found: dict[InferencePoint, list[float]] = {}
-    for point, _, ms in inference_runs(files, machine, phase, left_out, of):
+    for point, _, ms in inference_runs(files, machine, phase, left_out, of, inside):
         found.setdefault(point, []).append(ms)
     return {point: statistics.median(times) for point, times in found.items()}
 
 
 def inference_runs(
     files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None,
-    of: Chosen = every,
+    of: Chosen = every, inside: bool | None = None,
 ) -> Iterator[tuple[InferencePoint, str, float]]:  # fmt: skip
     """Each record of a point that is predicted: the point, what tells the run of the benchmark from
-    others (commit and command), and milliseconds. left_out: gets how many are not, by why. of:
-    as of `inference_times`."""
+    others (commit and command), and milliseconds. left_out: gets how many are not, by why. of,
+    inside: as of `inference_times`."""
     left_out = Counter() if left_out is None else left_out
     names = {each.name for each in fields(InferencePoint)}
     degrees = known_degrees(machine)
     for record in records(files):
         data, about = record.get("point", {}), record.get("machine", {})
         if "new_tokens" not in data or not of(about):
+            continue
+        if inside is not None and inside != _ran_inside(record):
             continue
         if _elsewhere(record, machine, left_out):
             continue
@@ -103,21 +107,16 @@ def inference_runs(
         except (KeyError, TypeError) as error:
             raise _cut(files, error) from error
         reason = _inference_refusal(point, phase, degrees, not without_peers(machine))
-        chosen = str(record["result"].get("chosen", {}).get(phase))
-        if not reason and chosen.startswith("sharded") and _inside_now(point, machine):
-            reason = "by copies between products, where the exchanges are inside of products now"
         if reason:
             left_out[reason] += 1
         else:
             yield point, f"{about.get('commit')} {about.get('command')}", ms
 
 
-def _inside_now(point: InferencePoint, machine: Machine) -> bool:
-    """Whether a prompt that was sharded by tokens would run by fused operators today."""
-    shape = point.batch, point.prompt
-    asked = machine.gpu, point.tp, point.reducer, shape, point.weights
-    config = resolve(point)
-    return phases.prompt_way(config, config.plan, *asked).fused
+def _ran_inside(record: Mapping[str, Any]) -> bool:
+    """Whether its prompt ran by fused operators without being asked to."""
+    chosen = (record.get("result") or {}).get("chosen", {}).get("prefill", "")
+    return str(chosen).startswith(FUSED) and record["point"].get("reducer") != FUSED
 
 
 def _elsewhere(record: Mapping[str, Any], machine: Machine, left_out: Counter[str]) -> bool:
@@ -221,8 +220,10 @@ def is_training_calibration(run: Run, machine: Machine) -> bool:
     return this and parse_layout(run.layout).tp == run.gpus == machine.gpus
 
 
-def predicted(phase: str, point: Any, machine: Machine, kernels: Kernels = TODAY) -> float:
-    """Milliseconds. kernels: of a decode step."""
+def predicted(
+    phase: str, point: Any, machine: Machine, kernels: Kernels = TODAY, inside: bool = True
+) -> float:
+    """Milliseconds. kernels: of a decode step. inside: as of `phases.prefill`."""
     if isinstance(point, Run):
         found = phases.train(
             shape_of(point, TP_DEGREE), machine, point.layout, point.seq_len, point.batch,
@@ -234,7 +235,7 @@ def predicted(phase: str, point: Any, machine: Machine, kernels: Kernels = TODAY
         context = context_of(point)
         found = phases.decode(*asked, context, weights=point.weights, kernels=kernels)
     else:
-        found = phases.prefill(*asked, point.prompt, weights=point.weights)
+        found = phases.prefill(*asked, point.prompt, weights=point.weights, inside=inside)
     return found.us / 1e3
 
 
@@ -242,23 +243,25 @@ def scores(
     files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None
 ) -> list[Score]:
     """All recorded passes of a phase with their predictions. Of a shipped machine, decode steps by
-    older kernels are predicted as such, and older prompts and training by the file of then.
-    left_out: gets how many records there are besides, by why they have none."""
+    older kernels are predicted as such, and older prompts and training by the file of then; prompts
+    of all records by operators if they ran so, and by copies between products if not. left_out:
+    gets how many records there are besides, by why they have none."""
     left_out = Counter() if left_out is None else left_out
     found = []
-    for era, (tried, kernels), of in _eras(machine, phase):
+    ways = (True, False) if phase == "prefill" else (None,)
+    for (era, (tried, kernels), of), inside in itertools.product(_eras(machine, phase), ways):
         times: dict[Any, float] = {}
         if phase == "train":
             times |= training_times(files, tried, left_out, of)
         else:
-            times |= inference_times(files, tried, phase, left_out, of)
+            times |= inference_times(files, tried, phase, left_out, of, inside)
         for point, ms in times.items():
             if isinstance(point, Run):
                 seen = is_training_calibration(point, tried)
             else:
                 seen = is_calibration(point, tried)
             try:
-                us = predicted(phase, point, tried, kernels)
+                us = predicted(phase, point, tried, kernels, inside is not False)
             except UserError as error:  # a checkpoint that is not here, a curve not in the file
                 left_out[f"({error})"] += 1
                 continue

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ladder.bench.inference.points import InferencePoint
 from ladder.perf.machine import Machine
-from ladder.perf.prediction.eras import ERAS, every, of_era
+from ladder.perf.prediction.eras import ERAS, Chosen, every, of_era
 from ladder.perf.prediction.records import inference_runs
 
 
@@ -18,9 +18,11 @@ def repeats(files: Iterable[Path], machine: Machine, phase: str) -> list[str]:
     their median: times, and speedups of ladder over standard that were measured in one run. Points
     that differ in the number of new tokens alone are the same, but for other kernels."""
     times: dict[tuple[InferencePoint, int], list[tuple[str, float]]] = {}
-    eras = tuple(map(of_era, ERAS)) if phase == "decode" else (every,)
-    for era, of in enumerate(eras):
-        for point, run, ms in inference_runs(files, machine, phase, of=of):
+    ways: list[tuple[Chosen, bool | None]] = [(of_era(each), None) for each in ERAS]
+    if phase != "decode":
+        ways = [(every, True), (every, False)]
+    for era, (of, inside) in enumerate(ways):
+        for point, run, ms in inference_runs(files, machine, phase, of=of, inside=inside):
             times.setdefault((replace(point, new_tokens=0), era), []).append((run, ms))
     lines = []
     off = spread([[ms for _, ms in some] for some in times.values()], relative=True)
