@@ -128,6 +128,19 @@ def test_generate_streams_batches_and_runs_on_ranks(
     assert capsys.readouterr().out.count("--- prompt") == 2
 
 
+def test_generate_says_what_keeps_a_model_from_the_fused_kernels(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", str(trained / "run"), "--prompt", "a", "--max-new-tokens", "1"]
+    said = "decodes without fused kernels, which cannot run adapters"
+    monkeypatch.setattr("ladder.infer.command.fuse_refusal", lambda model: "adapters")
+    assert main([*words, "--device", "cpu"]) == 0
+    assert said not in capsys.readouterr().err  # a CPU has none
+    monkeypatch.setattr("ladder.infer.command.is_on_gpu", lambda model: True)
+    assert main([*words, "--device", "cpu"]) == 0
+    assert said in capsys.readouterr().err
+
+
 def test_an_interrupted_text_ends_its_line(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

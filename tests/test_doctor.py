@@ -167,6 +167,7 @@ class TestMain:
             "symmetric memory",
             "bf16",
             "fp8 weights",
+            "decode kernels",
         ):
             assert "no CUDA device" in checks[name].detail, name
         if torch.version.cuda is None:
@@ -271,6 +272,18 @@ def test_the_file_that_describes_this_machine(
         monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
         apart = run_check("machine file", machine.probe_description).detail
         assert f"{count}-no-p2p describes {count} x {gpu}" in apart
+
+
+@pytest.mark.parametrize(("major", "cut"), [(9, False), (8, True), (10, True)])
+def test_decode_kernels_name_what_runs_without_them(
+    monkeypatch: pytest.MonkeyPatch, major: int, cut: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    said = machine.probe_decode_kernels()
+    assert "fused kernels in Triton" in said
+    assert "virtual ranks" in said
+    assert ("weights in fp8" in said) == cut
 
 
 def test_environment_lists_what_is_set() -> None:

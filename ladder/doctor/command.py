@@ -46,6 +46,7 @@ def examine() -> list[DoctorCheck]:
         run_check_with_torch("machine file", machine.probe_description),
         run_check_with_torch("bf16", machine.probe_bf16),
         run_check_with_torch("fp8 weights", machine.probe_fp8),
+        run_check_with_torch("decode kernels", machine.probe_decode_kernels),
         *(
             run_check(each.name, partial(installation.probe_package, each))
             for each in installation.OPTIONAL

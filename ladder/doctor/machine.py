@@ -255,6 +255,20 @@ def probe_fp8() -> str:
     return "--weights fp8 works on the CPU and on the GPUs, whose kernels convert it"
 
 
+def probe_decode_kernels() -> str:
+    """What decodes on the GPUs, and what decodes without those kernels."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Missing(f"{NO_GPU}: plain modules decode on the CPU")
+    older = torch.cuda.get_device_capability()[0] != 9
+    return (
+        "fused kernels in Triton; models with virtual ranks, biases of outputs or MLPs, adapters, "
+        "or mixers or feed-forwards of your own decode by plain modules"
+        + ("; weights in fp8 are converted, since only Hopper has their kernels" if older else "")
+    )
+
+
 def environment_checks(values: Mapping[str, str]) -> list[DoctorCheck]:
     """A check of each variable in ENVIRONMENT that is set, or one check that none is."""
     found = [

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ladder.comm.capture import Mode
 from ladder.costs import CAPACITY_STEP, GRAPHED_PROMPT_TOKENS
 from ladder.infer.cache import Cache, check_cache_kind
-from ladder.infer.fused import InferenceTransformer, can_fuse, fuse
+from ladder.infer.fused import InferenceTransformer, can_fuse, fuse, fuse_refusal
 from ladder.infer.graphs import capture_graph
 from ladder.infer.load import load_for_inference, refuse_device
 from ladder.infer.prompts import check_prompt, padded_width
@@ -210,6 +210,11 @@ class Session:
         self.graph_logits = self.logits
 
 
+def is_on_gpu(model: Transformer) -> bool:
+    """Whether its weights are on a GPU."""
+    return local_tensor(model.model.embed_tokens.weight).is_cuda
+
+
 class Engine:
     """Generates with a model on its device and ranks; every rank makes the same calls.
 
@@ -254,15 +259,11 @@ class Engine:
                 activations=activations,
             )
         loaded = FUSED.get(loaded, loaded)
-        self.on_gpu = on_gpu = local_tensor(loaded.model.embed_tokens.weight).is_cuda
+        self.on_gpu = on_gpu = is_on_gpu(loaded)
         if graphs and not on_gpu:
             raise UserError("graphs=True needs a model on a GPU; leave it out on a CPU")
         if fused and not can_fuse(loaded):
-            raise UserError(
-                "fused=True cannot run virtual ranks, biases of outputs and MLPs, mixers and "
-                "feed-forwards other than attention and swiglu, or weights other than bfloat16, "
-                "float16 and float32; leave it out"
-            )
+            raise UserError(f"fused=True cannot run {fuse_refusal(loaded)}; leave it out")
         if fused is False and isinstance(loaded, InferenceTransformer):
             raise UserError("fused=False needs a model that no engine has fused; load it again")
         if fused is None:

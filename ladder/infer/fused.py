@@ -191,20 +191,25 @@ def fused_add_norm(
     return landed.view(residual.shape), normed.view(residual.shape)
 
 
-def can_fuse(model: Transformer) -> bool:
-    """Whether `fuse` supports this model.
-
-    It must have attention and SwiGLU in its slots, no virtual ranks, no output or MLP biases, no
-    adapters, and weights of a dtype that the kernels support and the model computes in.
-    """
+def fuse_refusal(model: Transformer) -> str:
+    """Why `fuse` does not support this model, or nothing."""
     config, stored = model.config, model.model.embed_tokens.weight.dtype
-    unknown = config.attention_bias or config.mlp_bias or model.adapted or stored not in DTYPES
-    return (
-        config.has_usual_slots
-        and model.reducer.ranks.held == 1
-        and not unknown
-        and model.runtime.compute_dtype in (None, stored)
-    )
+    computes, held = model.runtime.compute_dtype, model.reducer.ranks.held
+    found = {
+        f"mixer={config.mixer} and feed_forward={config.feed_forward}": not config.has_usual_slots,
+        f"{held} virtual ranks on a process": held != 1,
+        "biases of outputs (attention_bias)": config.attention_bias,
+        "biases of MLPs (mlp_bias)": config.mlp_bias,
+        "adapters": model.adapted,
+        f"weights in {stored}": stored not in DTYPES,
+        f"computing in {computes} with weights in {stored}": computes not in (None, stored),
+    }
+    return ", ".join(reason for reason, here in found.items() if here)
+
+
+def can_fuse(model: Transformer) -> bool:
+    """Whether `fuse` supports this model."""
+    return not fuse_refusal(model)
 
 
 class InferenceTransformer(Transformer):

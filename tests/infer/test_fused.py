@@ -14,7 +14,7 @@ import torch
 from ladder.comm import symmetric
 from ladder.comm.symmetric import INTEGERS, SymmetricTensor
 from ladder.infer.engine import Engine
-from ladder.infer.fused import can_fuse
+from ladder.infer.fused import can_fuse, fuse_refusal
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models import Ranks, Transformer, UserError
 from ladder.models.presets import PlanSpec
@@ -92,6 +92,7 @@ def test_models_with_adapters_are_not_fused() -> None:
     layer = model.model.layers[1].mlp
     layer.up_proj = torch.nn.Sequential(layer.up_proj)
     assert not can_fuse(model)
+    assert fuse_refusal(model) == "adapters"
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -186,7 +187,9 @@ def test_slots_begin_empty(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_weights_of_a_type_that_no_kernel_takes_are_not_fused() -> None:
-    assert not can_fuse(full_model(small_config("standard"), 5, torch.float64))
+    model = full_model(small_config("standard"), 5, torch.float64)
+    assert not can_fuse(model)
+    assert fuse_refusal(model) == "weights in torch.float64"
 
 
 @pytest.mark.parametrize("change", ["attention_bias", "mlp_bias"])
@@ -194,6 +197,6 @@ def test_what_the_kernels_do_not_know_is_not_fused(change: str) -> None:
     """The fused modules have no place for a bias of an output or an MLP: it would be dropped."""
     model = full_model(small_config("standard", **{change: True}), 5, torch.float32)
     assert not can_fuse(model)
-    with pytest.raises(UserError, match="fused=True"):
+    with pytest.raises(UserError, match=rf"fused=True cannot run biases of .* \({change}\)"):
         Engine(model, fused=True)
     assert not Engine(model).fused
