@@ -42,9 +42,10 @@ BESIDE_NCCL = (
 FITTED_BY_HAND = {
     "streams_together": Value(
         DEFAULTS["streams_together"],
-        "fitted: a ladder's steps of three shapes in bfloat16 and fp8, 27 of 28, least squares; "
-        "2026-11-28-two-streams-h200.txt, 2026-11-28-chains-quarter-8b-h200.jsonl, "
-        "2026-11-28-chains-half-8b-h200x2.jsonl",
+        "fitted: steps of ladder and parallel on one and two H200s in bfloat16 and fp8, least "
+        "squares; 2026-11-28-two-streams-h200.txt (8 of one H200), "
+        "2026-11-28-chains-quarter-8b-h200.jsonl, 2026-11-28-half-8b-h200x2.jsonl, "
+        "2026-11-28-fp8-half-8b-h200x2.jsonl, 2026-11-28-2b-class-h200x2.jsonl",
     ),
     "whole_row_us": Value(
         DEFAULTS["whole_row_us"],
