@@ -274,16 +274,19 @@ def test_the_file_that_describes_this_machine(
         assert f"{count}-no-p2p describes {count} x {gpu}" in apart
 
 
-@pytest.mark.parametrize(("major", "cut"), [(9, False), (8, True), (10, True)])
+@pytest.mark.parametrize(
+    ("found", "without"), [([9, 9], False), ([8], False), ([10], True), ([9, 10], True)]
+)
 def test_decode_kernels_name_what_runs_without_them(
-    monkeypatch: pytest.MonkeyPatch, major: int, cut: bool
+    monkeypatch: pytest.MonkeyPatch, found: list[int], without: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (found[index], 0))
     said = machine.probe_decode_kernels()
     assert "fused kernels in Triton" in said
     assert "virtual ranks" in said
-    assert ("weights in fp8" in said) == cut
+    assert ("need Hopper" in said) == without
 
 
 def test_environment_lists_what_is_set() -> None:

@@ -259,13 +259,17 @@ def probe_decode_kernels() -> str:
     """What decodes on the GPUs, and what decodes without those kernels."""
     import torch
 
+    from ladder.models.storage import FP8_CAPABILITY
+
     if not torch.cuda.is_available():
         raise Missing(f"{NO_GPU}: plain modules decode on the CPU")
-    older = torch.cuda.get_device_capability()[0] != 9
+    found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    converted = any(each[0] != 9 and each >= FP8_CAPABILITY for each in found)
     return (
         "fused kernels in Triton; models with virtual ranks, biases of outputs or MLPs, adapters, "
-        "or mixers or feed-forwards of your own decode by plain modules"
-        + ("; weights in fp8 are converted, since only Hopper has their kernels" if older else "")
+        "mixers or feed-forwards of your own, or that compute in another dtype than their weights' "
+        "decode by plain modules"
+        + ("; products in fp8 by pieces, which are faster, need Hopper" if converted else "")
     )
 
 

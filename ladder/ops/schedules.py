@@ -173,7 +173,7 @@ def reduce_scatter(
     first. streams: 1 or 2, of the products and of the sums that follow them: a sum may then run
     beside the last tiles of the next block's product. waiting: `sum` waits for the slots by itself;
     for one block. pairs: `both` c is the product of chunks c and c + 1, of ranks 2i and 2i + 1, if
-    both are peers: two products of few rows take longer than one of all. For one block.
+    both are peers: two products of few rows take longer than one of both. For one block.
     """
     groups, ways, steps = _groups(rank, world, pairs), _ways(world), _fork(streams)
     lanes = _lanes(blocks * (len(groups) + 1), streams)

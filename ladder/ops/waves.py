@@ -58,8 +58,9 @@ def by_chunks(blocks: int) -> Surplus:
         pieces = options.get("blocks", blocks)
         cut = Blocks(call.exact[0], call.ranks, pieces, options.get("ratio", 1))
         parts = [cut.part(block, rank) for block in range(pieces) for rank in range(call.ranks)]
-        if options.get("pairs"):  # all twos but the one of the own chunk
-            paired, own = parts[: (call.ranks - 1) // 2 * 2], parts[(call.ranks - 1) // 2 * 2 :]
+        if options.get("pairs"):  # all twos but the own chunk's; of an odd number the last has more
+            several = 2 * max(0, call.ranks // 2 - 1)
+            paired, own = parts[:several], parts[several:]
             twos = zip(paired[::2], paired[1::2], strict=True)
             parts = [*(slice(low.start, high.stop) for low, high in twos), *own]
         return _one_by_one(call, parts, options.get("streams", 1))

@@ -20,7 +20,7 @@ from itertools import pairwise
 from statistics import NormalDist
 
 from ladder.costs import BF16, MULTIPROCESSORS, product_shapes, stored_bytes
-from ladder.kernels.decode_shapes import FEW, MAX_VECTOR_ROWS, blocks, rows_each
+from ladder.kernels.decode_shapes import FEW, MAX_VECTOR_ROWS, blocks, by_pieces, rows_each
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
@@ -180,7 +180,8 @@ class DecodeCost:
     def _whole_row(self, operation: Operation) -> float:
         """What the slots of a landing take beyond one of none, where it makes pieces of the row for
         weights in fp8: one program has the whole row, and reads the slots one after the other."""
-        pieces = self.tiles and self.stored == "fp8" and self.reducer == "push" and self.tp > 1
+        pieces = self.stored == "fp8" and by_pieces(self.batch)
+        pieces = pieces and self.reducer == "push" and self.tp > 1
         if not pieces or not any(each.summed for each in operation.landings):
             return 0.0
         return self.tp * self.machine.value("whole_row_us") if operation.launched else 0.0

@@ -78,7 +78,12 @@ def test_chunks_of_ragged_rows_take_more_tiles() -> None:
     height = {rows: least_taken(rows, 12288) for rows in (256, 512, 1024)}
     assert alone == pytest.approx(4 * height[256] / height[1024] - 1)
     assert pairs == pytest.approx((height[512] + 2 * height[256]) / height[1024] - 1)
-    assert surplus(RS, "chunked", 1024, 12288, pairs=True) == 0  # of two ranks there is no pair
+    # Of two and three ranks there is no pair, of five one, but for the last rank.
+    for ranks in (2, 3):
+        chunks = surplus(RS, "chunked", 257 * ranks, 12288, ranks)
+        assert surplus(RS, "chunked", 257 * ranks, 12288, ranks, pairs=True) == chunks > 0
+    wanted = (height[512] + 3 * height[256]) / least_taken(1280, 12288) - 1
+    assert surplus(RS, "chunked", 1280, 12288, 5, pairs=True) == pytest.approx(wanted)
     # Fewer rows than ranks: empty chunks take nothing.
     assert surplus(AR, "chunked", 1, 12288, 4) == 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ladder.bench.inference.points import InferencePoint
@@ -55,6 +57,14 @@ def test_reducers_are_choices_of_one_case() -> None:
     found = [score("standard", 2.0, 1.0, reducer="async"), score("standard", 1.0, 2.0)]
     (each,) = rankings(found)
     assert (each.recommended, each.tau, each.speedup) == ("standard, async", -1.0, ())
+
+
+def test_of_a_prompt_that_ran_both_ways_the_one_by_operators_counts() -> None:
+    by_copies = replace(score("standard", 2.0, 2.0), inside=False)
+    by_operators = replace(score("standard", 1.5, 1.5), inside=True)
+    (each,) = rankings([by_operators, by_copies, score("ladder", 1.0, 1.1)])
+    assert (each.choices, each.pairs) == (2, 1)
+    assert each.speedup == (pytest.approx(100 * (1.5 / 1.1 - 1.5)),)
 
 
 @pytest.mark.parametrize("phase", LIMITS)

@@ -39,6 +39,20 @@ def test_records_of_one_point_and_speedups_of_one_run(tmp_path: Path) -> None:
     assert repeats([file], load("h200x4"), "decode") == []
 
 
+def test_speedups_of_prompts_that_ran_by_operators_in_part(tmp_path: Path) -> None:
+    """`standard`'s prompt by operators, the ladder's by copies, of one run."""
+    lines = []
+    for run, ms in (("a", 1.2), ("b", 1.4)):
+        for plan, chosen, each in (("standard", "fused, copy", ms), ("ladder", "sharded, copy", 1)):
+            record = json.loads(line(plan, 1.0, run, batch=64))
+            record["result"] |= {"prefill_ms": each, "chosen": {"prefill": chosen}}
+            lines.append(json.dumps(record))
+    file = tmp_path / "records.jsonl"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    (_, gains) = repeats([file], load("h200x4"), "prefill")
+    assert "with more than one run: 1, which are 10.0 points" in gains
+
+
 def test_records_of_other_kernels_are_no_repeats(tmp_path: Path) -> None:
     """And are cases of their own."""
     file = tmp_path / "records.jsonl"

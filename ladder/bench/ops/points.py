@@ -30,7 +30,7 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
         {"streams": 2}, {"blocks": 2}, {"blocks": 4}, {"blocks": 2, "ratio": 2},
         {"blocks": 2, "ratio": 2, "streams": 2}, {"blocks": 3, "ratio": 2, "streams": 2},
         {"push": True}, {"blocks": 2, "push": True}, {"blocks": 2, "ratio": 2, "push": True},
-        {"pairs": True},
+        {"pairs": True}, {"pairs": True, "streams": 2},
         {"blocks": 3, "ratio": 2, "push": True},
     ),
     "blocked": (

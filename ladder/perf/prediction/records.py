@@ -55,7 +55,7 @@ class Run(TrainingPoint):
 class Score:
     """A recorded pass and its prediction, in milliseconds. Of a point's records the median counts,
     and of training steps the least: some machines' hosts were slow, and no GPU too fast. era: of a
-    decode step.
+    decode step. inside: whether a prompt ran by fused operators unasked.
     """
 
     phase: str
@@ -64,6 +64,7 @@ class Score:
     predicted: float
     calibrated: bool
     era: Era = "today"
+    inside: bool | None = None
 
     @property
     def error(self) -> float:
@@ -265,7 +266,7 @@ def scores(
             except UserError as error:  # a checkpoint that is not here, a curve not in the file
                 left_out[f"({error})"] += 1
                 continue
-            found.append(Score(phase, point, ms, us, seen, era))
+            found.append(Score(phase, point, ms, us, seen, era, inside))
     return found
 
 

@@ -34,7 +34,11 @@ def repeats(files: Iterable[Path], machine: Machine, phase: str) -> list[str]:
     gains = []
     for (point, era), some in times.items():
         if point.plan == "ladder" and not point.no_comm:
-            plain = times.get((replace(point, plan="standard"), era), [])
+            # A ladder's prompt by copies may be of the same run as a standard one by operators.
+            same = (era,) if phase == "decode" else range(len(ways))
+            plain = [
+                one for way in same for one in times.get((replace(point, plan="standard"), way), [])
+            ]
             gains.append([b / a for run, a in some for other, b in plain if run == other])
     off = spread(gains, relative=False)
     if off:
