@@ -174,7 +174,7 @@ def test_points() -> None:
 
 
 def test_options_of_implementations() -> None:
-    with registered("fast", None):
+    with registered("fast", lambda group, chunk=None: None):
         words = ["fast", "fast:chunk=3", "fast:chunk=0.5", "fast:chunk=true", "fast:chunk=128x64"]
         values = [dict(each.options).get("chunk") for each in variants(words, [OP]) or ()]
         assert values == [None, 3, 0.5, True, "128x64"]
@@ -210,6 +210,9 @@ def test_tuning_tries_every_option_that_an_implementation_has() -> None:
         (["--dtype", "int8"], "unknown --dtype 'int8'; known: bfloat16, float16, float32, float64"),
         (["--implementations", "stagedd"], "unknown --implementations 'stagedd' (did you mean"),
         (["--implementations", "staged:x=1"], "'x=1' is no option; staged has none"),
+        (["--implementations", "chunked:pairs=maybe"], "'pairs=maybe'; pairs is true or false"),
+        (["--implementations", "chunked:streams=two"], "'streams=two'; streams is a whole number"),
+        (["--implementations", "chunked:streams=true"], "streams is a whole number"),
         (["--tune", "--implementations", "staged"], "--tune with --implementations: leave one"),
         (["--budget", "0"], "--budget=0.0 must be above 0 minutes"),
         (["--write-table", "{}/no/table.json"], "name a file in a folder that exists"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -258,8 +259,21 @@ def _variant(word: str, ops: Sequence[str]) -> Variant:
         if key not in known or not value:
             wanted = ", ".join(f"{each}=VALUE" for each in sorted(known)) or "none"
             raise UserError(f"--implementations={word}: {part!r} is no option; {name} has {wanted}")
-        options.append((key, _option(value)))
+        option = _option(value)
+        kinds = {_kind(each[name], key) for each in found if name in each} - {None}
+        if kinds and type(option) not in kinds:
+            wanted = "true or false" if bool in kinds else "a whole number"
+            raise UserError(f"--implementations={word}: {part!r}; {key} is {wanted}")
+        options.append((key, option))
     return Variant(name, tuple(options))
+
+
+def _kind(implementation: Implementation, key: str) -> type | None:
+    """Whether an option is a bool or an int, by what runs it; None: neither, or it has none."""
+    if key not in implementation.options:
+        return None
+    said = str(inspect.signature(implementation.run).parameters[key].annotation)
+    return {"bool": bool, "int": int}.get(said.removesuffix(" | None"))
 
 
 def recorded(way: str, op: str) -> Variant | None:
