@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from ladder.cli import main
@@ -136,7 +137,7 @@ def test_generate_says_what_keeps_a_model_from_the_fused_kernels(
     monkeypatch.setattr("ladder.infer.command.fuse_refusal", lambda model: "adapters")
     assert main([*words, "--device", "cpu"]) == 0
     assert said not in capsys.readouterr().err  # a CPU has none
-    monkeypatch.setattr("ladder.infer.command.is_on_gpu", lambda model: True)
+    monkeypatch.setattr("ladder.infer.command.device_of", lambda model: torch.device("cuda"))
     assert main([*words, "--device", "cpu"]) == 0
     assert said in capsys.readouterr().err
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ladder.infer.cache import reading
+from ladder.infer.engine import device_of
 from ladder.infer.sampling import choose_greedily
 from ladder.models.errors import UserError
 from ladder.models.layers import vocabulary_start
 from ladder.models.loss import token_losses
 from ladder.models.transformer import Transformer
-from ladder.parallel.sharding import local_tensor
 
 
 class Request(NamedTuple):
@@ -94,7 +94,7 @@ def _score(
     cache: str,
 ) -> list[Score]:
     """The scores of pairs (row of the chunk, targets of the row's last positions)."""
-    device = local_tensor(model.model.embed_tokens.weight).device
+    device = device_of(model)
     # Padded on the right: attention is causal, so no token attends to the padding.
     tokens = torch.zeros((len(chunk), len(chunk[0])), dtype=torch.int64)
     for row, fed in zip(tokens, chunk, strict=True):

@@ -13,7 +13,7 @@ from ladder.comm.access import common_push_refusal
 from ladder.data.template import ChatTemplate, LeftOut, open_template
 from ladder.data.tokenizer import encode, load_tokenizer
 from ladder.infer.cache import check_cache_kind
-from ladder.infer.engine import NotFiniteError, generate, is_on_gpu
+from ladder.infer.engine import NotFiniteError, device_of, generate
 from ladder.infer.fused import fuse_refusal
 from ladder.infer.load import load_for_inference
 from ladder.infer.options import check
@@ -82,7 +82,7 @@ def generate_command(options: argparse.Namespace) -> int:
         activations=options.activations,
     )
     main = launch.rank() == 0
-    if main and is_on_gpu(model) and (reason := fuse_refusal(model)):
+    if main and device_of(model).type == "cuda" and (reason := fuse_refusal(model)):
         print(f"decodes without fused kernels, which cannot run {reason}", file=sys.stderr)
     printer = None
     if main and len(prompts) == 1:

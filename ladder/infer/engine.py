@@ -79,7 +79,7 @@ class Session:
         self.fused, self.graphs = fused, graphs
         # by width: the graph, its input (the tokens) and its output (the logits)
         self.prompt_graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
-        device = local_tensor(model.model.embed_tokens.weight).device
+        device = device_of(model)
         self.model, self.sampling, self.capacity = model, sampling, capacity
         self.cache = Cache(model, batch, capacity, cache)
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -210,9 +210,9 @@ class Session:
         self.graph_logits = self.logits
 
 
-def is_on_gpu(model: Transformer) -> bool:
-    """Whether its weights are on a GPU."""
-    return local_tensor(model.model.embed_tokens.weight).is_cuda
+def device_of(model: Transformer) -> torch.device:
+    """Where its weights are."""
+    return local_tensor(model.model.embed_tokens.weight).device
 
 
 class Engine:
@@ -259,19 +259,19 @@ class Engine:
                 activations=activations,
             )
         loaded = FUSED.get(loaded, loaded)
-        self.on_gpu = on_gpu = is_on_gpu(loaded)
+        here = device_of(loaded)
+        self.on_gpu = on_gpu = here.type == "cuda"
         if graphs and not on_gpu:
             raise UserError("graphs=True needs a model on a GPU; leave it out on a CPU")
-        if fused and not can_fuse(loaded):
-            raise UserError(f"fused=True cannot run {fuse_refusal(loaded)}; leave it out")
+        if fused and (reason := fuse_refusal(loaded)):
+            raise UserError(f"fused=True cannot run {reason}; leave it out")
         if fused is False and isinstance(loaded, InferenceTransformer):
             raise UserError("fused=False needs a model that no engine has fused; load it again")
         if fused is None:
             fused = isinstance(loaded, InferenceTransformer) or (on_gpu and can_fuse(loaded))
         self.fused = fused
         if cache == "fp8":
-            device = local_tensor(loaded.model.embed_tokens.weight).device
-            refuse_device("fp8", device, "keys and values", "--cache auto")
+            refuse_device("fp8", here, "keys and values", "--cache auto")
         if fused and not isinstance(loaded, InferenceTransformer):
             FUSED[loaded] = fused_model = fuse(loaded)
             loaded = fused_model

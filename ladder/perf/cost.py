@@ -108,6 +108,7 @@ class DecodeCost:
         self._known_shares: dict[int, tuple[float, float]] = {}
         self.waits: dict[int, float] = {}  # microseconds for which a blocking sum waits for ranks
         self.tiles = batch > MAX_VECTOR_ROWS  # whether products run on tensor cores
+        self.lands_pieces = weights == "fp8" and by_pieces(batch)
         self.both = machine.value("streams_together")
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
         self.landings = bool(machine.family("landing"))
@@ -175,16 +176,11 @@ class DecodeCost:
             more += self._waited(operation)
         if launched and operation.kind in ("landing", "sum") and not self.landings:
             more += self.moved(operation)
-        return self._whole_row(operation) + self._known[key].us + more
-
-    def _whole_row(self, operation: Operation) -> float:
-        """What the slots of a landing take beyond one of none, where it makes pieces of the row for
-        weights in fp8: one program has the whole row, and reads the slots one after the other."""
-        pieces = self.stored == "fp8" and by_pieces(self.batch)
-        pieces = pieces and self.reducer == "push" and self.tp > 1
-        if not pieces or not any(each.summed for each in operation.landings):
-            return 0.0
-        return self.tp * self.machine.value("whole_row_us") if operation.launched else 0.0
+        slots = self.tp if self.reducer == "push" and self.tp > 1 else 0
+        if launched and self.lands_pieces and any(each.summed for each in operation.landings):
+            # One program makes the pieces of a row, and reads its slots one after the other.
+            more += slots * self.machine.value("whole_row_us")
+        return self._known[key].us + more
 
     def _waited(self, operation: Operation) -> float:
         """What a sum that blocks takes beyond its own time: it waits for the slowest rank, while

@@ -14,7 +14,6 @@ from ladder.kernels.decode_shapes import (
     Cut,
     blocks,
     by_halves,
-    by_pieces,
     power_of_2,
     rows_each,
 )
@@ -194,14 +193,13 @@ def late(cost: DecodeCost, rider: Operation, product: Operation) -> float:
     leaves room, and then everywhere. Each takes what a small kernel takes for each of its parts; so
     does what rides in the tiles, before them, but for the time in which the memory brings their
     first weights."""
-    lands_pieces = cost.stored == "fp8" and by_pieces(cost.batch)
     # O and down have no landing whose pieces they could read.
-    pieces = lands_pieces and product.part not in ("output", "down")
+    pieces = cost.lands_pieces and product.part not in ("output", "down")
     outputs, inputs, gated = cost.matrix(product.part)
     shape = cost.batch, outputs, inputs, gated
     chunks = -(-cost.config.hidden_size // CHUNK)
     sends = rider.kind == "send"
-    if lands_pieces and not sends:
+    if cost.lands_pieces and not sends:
         chunks = 1  # a thread block lands a row
     way = rides(cost.kernels, sends, chunks, *shape, cost.stored, pieces)
     if not way.programs:

@@ -278,12 +278,16 @@ def test_a_schedule_without_a_step_fails(device: str, op: str, name: str) -> Non
         check_each_step(op, name, options, 2)
 
 
-@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
-def test_a_schedule_of_four_ranks_without_a_step_fails(op: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("matmul_reduce_scatter", {"blocks": 2}), ("matmul_reduce_scatter", {"pairs": True}),
+        ("matmul_all_reduce", {"blocks": 2}),
+    ],
+)  # fmt: skip
+def test_a_schedule_of_four_ranks_without_a_step_fails(op: str, options: dict[str, Any]) -> None:
     """The same where copies are on several streams."""
-    check_each_step(op, "chunked", {"blocks": 2}, 4)
-    if op == "matmul_reduce_scatter":
-        check_each_step(op, "chunked", {"pairs": True}, 4)
+    check_each_step(op, "chunked", options, 4)
 
 
 @pytest.mark.parametrize(

@@ -41,18 +41,17 @@ class Ranking:
 def rankings(found: Iterable[Score]) -> list[Ranking]:
     """Of each case with more than one choice, from the scores of one phase. Of a prompt that was
     recorded by copies and by operators the latter counts, which is what runs now."""
-    groups: dict[tuple[tuple[str, object], ...], list[Score]] = {}
+    groups: dict[tuple[tuple[str, object], ...], dict[object, Score]] = {}
     for each in found:
         fields = asdict(each.point)
         if not fields["no_comm"] and fields["plan"] != "none":
             case = tuple((key, value) for key, value in fields.items() if key not in CHOSEN)
             case += (("kernels", SAID[each.era]),)
-            groups.setdefault(case, []).append(each)
-    kept: dict[tuple[tuple[str, object], ...], dict[object, Score]] = {}
-    for case, some in groups.items():
-        ordered = sorted(some, key=lambda each: bool(each.inside))
-        kept[case] = {each.point: each for each in ordered}
-    return [_ranking(case, [*some.values()]) for case, some in kept.items() if len(some) > 1]
+            some = groups.setdefault(case, {})
+            known = some.get(each.point)
+            if known is None or each.inside or not known.inside:
+                some[each.point] = each
+    return [_ranking(case, [*some.values()]) for case, some in groups.items() if len(some) > 1]
 
 
 def _ranking(case: Sequence[tuple[str, object]], some: Sequence[Score]) -> Ranking:
