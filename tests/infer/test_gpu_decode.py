@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -36,10 +37,11 @@ pytestmark = [
 ]
 
 
-# Rows and plans meet in nothing but the order of launches: every plan takes one number of rows
-# without tensor cores, one with them, and one beyond the products' rows; three take all kernels.
-COUNTS = (1, 3, MAX_ROWS + 6)
-EVERY_COUNT = (1, 2, 3, 12, 33, MAX_ROWS + 6)
+# Every plan takes numbers of rows without tensor cores and with them, of each size of tile; three
+# plans take those for which kernels are made apart, and one beyond the products' rows, too.
+COUNTS = (1, 3, 16, 33, MAX_ROWS)
+EVERY_COUNT = (1, 2, 3, 12, 16, 33, MAX_ROWS, MAX_ROWS + 6)
+TURNS = int(os.environ.get("LADDER_TEST_TURNS", "4"))  # 8 replay 11,040 late steps
 FULL = ("standard", "ladder", "a mix of everything")
 EQUAL = [name for name in samples.FUSED_PLANS if name not in samples.ADDED_APART]
 CHECKED = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x", "accumulate-4x",
@@ -204,4 +206,4 @@ def test_decoding_survives_provocation(world: int) -> None:
     """Thousands of replays, by graphs that share slots. A slot cleared too late, read too early or
     not empty when it is new gives other tokens, or a hang."""
     plans = ["standard", "ladder", "desync-2x", "desync-2x then ladder", "dtp-2"]
-    assert launch.run(decode_late, (plans, 4, 4), nproc=world) == 0
+    assert launch.run(decode_late, (plans, 4, TURNS), nproc=world) == 0
