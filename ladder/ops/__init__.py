@@ -11,6 +11,7 @@ from ladder.ops import (
     backend,
     bags,
     blocked,
+    gradients,
     landings,
     overlapped,
     products,
@@ -28,6 +29,6 @@ from ladder.ops.choice import Choice, explain, use
 
 __all__ = [
     "Choice", "allow_any_order", "as_captured", "backend", "bags", "blocked", "explain",
-    "landings", "overlapped", "products", "pushed", "pushed_bags", "pushed_experts", "pushed_rows",
-    "ring", "rows", "spread", "summing", "use",
+    "gradients", "landings", "overlapped", "products", "pushed", "pushed_bags", "pushed_experts",
+    "pushed_rows", "ring", "rows", "spread", "summing", "use",
 ]  # fmt: skip

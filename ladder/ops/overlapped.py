@@ -45,6 +45,7 @@ from ladder.ops.track_maps import all_to_all, rotated
 from ladder.ops.waves import by_chunks, by_tiles
 
 SCATTER, LANDING = "matmul_reduce_scatter", "matmul_reduce_scatter_add_rms_norm"
+Beside = tuple[Callable[[], None], tuple[Tensor, ...]]  # see `scatter_chunks`
 
 
 def _table(values: Any, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -196,11 +197,13 @@ def chunked_landing(
 def scatter_chunks(
     space: workspace.Workspace, rows: Tensor, B: Tensor, finish: Finish,
     options: tuple[int, int, int], waiting: bool = False, pairs: bool = False,
+    beside: Beside | None = None,
 ) -> None:  # fmt: skip
     """Run `finish` with the ranks' parts of this rank's rows of rows @ B.
 
     options: blocks, ratio, streams. waiting: it waits for the parts by itself; of one block, as
-    pairs, for which see `chunked_matmul_reduce_scatter`.
+    pairs, for which see `chunked_matmul_reduce_scatter`. beside: what runs behind the products,
+    while parts travel, and its memory.
     """
     blocks, ratio, streams = options
     rank, world, n = space.rank, space.world, B.shape[1]
@@ -236,10 +239,12 @@ def scatter_chunks(
         _, mine = of(chunk)
         finish.run(slots[rank][:, mine], mine, arrivals)
 
+    work, memory = beside or ((lambda: None), ())
+    about = waiting, streams, blocks, pairs, beside is not None
     space.run(
-        schedules.reduce_scatter(rank, world, waiting, streams, blocks, pairs), chosen,
-        {"product": product, "both": both, "copy": copy, "sum": add},
-        memory=(rows, B, partial, *finish.memory), numbers=(finish.numbers, ratio),
+        schedules.reduce_scatter(rank, world, *about), chosen,
+        {"product": product, "both": both, "copy": copy, "sum": add, "beside": lambda _: work()},
+        memory=(rows, B, partial, *finish.memory, *memory), numbers=(finish.numbers, ratio),
     )  # fmt: skip
 
 

@@ -36,7 +36,6 @@ from ladder.ops.collectives import (
     all_gather,
     all_reduce,
     averaged,
-    reduce_scatter,
     staged_all_gather,
     staged_reduce_scatter,
 )
@@ -113,54 +112,6 @@ def _(
     whole = gathered(A, gather_dim, ranks)
     outs = [whole.new_empty((*whole.shape[:-1], B.shape[1])) for B in Bs]
     return whole if return_A else None, outs
-
-
-def _all_gather_matmul_setup(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
-) -> None:
-    A, Bs, ctx.dim, ctx.group = inputs
-    ctx.whole = keyword_only_inputs["return_A"]  # else it is gathered again, to save memory
-    ctx.save_for_backward(output[0] if ctx.whole else A, *Bs)
-    ctx.set_materialize_grads(False)
-
-
-def _all_gather_matmul_backward(ctx: Any, grad_A: Any, grads: list[Any]) -> tuple[Any, ...]:
-    A, *Bs = ctx.saved_tensors
-    needs_A, needs_Bs = ctx.needs_input_grad[:2]
-    grads = [
-        grad if grad is not None else _zeros(ctx, A, B) for grad, B in zip(grads, Bs, strict=True)
-    ]
-    own: Tensor | None = None
-    if needs_A:
-        joined, matrix = _joined(grads, -1), _joined(Bs, 1).t()
-        if grad_A is None:
-            own = matmul_reduce_scatter(joined, matrix, "sum", ctx.dim, ctx.group)
-        else:
-            own = reduce_scatter(joined @ matrix + grad_A, "sum", ctx.dim, ctx.group)
-    of_Bs: list[Tensor | None] = [None for _ in Bs]
-    if any(needs_Bs):
-        whole = A if ctx.whole else all_gather(A, ctx.dim, ctx.group)
-        of_Bs = [
-            transposed_product(whole, grad, B) if needed else None
-            for grad, B, needed in zip(grads, Bs, needs_Bs, strict=True)
-        ]
-    return own, of_Bs, None, None
-
-
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    """As torch.cat, which copies one tensor, too."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _zeros(ctx: Any, A: Tensor, B: Tensor) -> Tensor:
-    shape = list(A.shape)
-    shape[ctx.dim] *= 1 if ctx.whole else size_of(ctx.group)
-    return A.new_zeros((*shape[:-1], B.shape[1]))
-
-
-all_gather_matmul.register_autograd(
-    _all_gather_matmul_backward, setup_context=_all_gather_matmul_setup
-)
 
 
 # -- matmul_reduce_scatter --------------------------------------------------------------------

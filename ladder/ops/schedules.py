@@ -163,7 +163,7 @@ def all_gather(
 @functools.cache
 def reduce_scatter(
     rank: int, world: int, waiting: bool = False, streams: int = 1, blocks: int = 1,
-    pairs: bool = False,
+    pairs: bool = False, beside: bool = False,
 ) -> Schedule:  # fmt: skip
     """The product of each peer's chunk, sent while the next is computed; the own chunk is last.
 
@@ -184,7 +184,7 @@ def reduce_scatter(
         flags = others(rank, world)
         return (*steps, *_sum(rank, flags, waiting), *_release(rank, world, ways=ways))
     for block, lane in enumerate(lanes[-blocks:]):
-        steps += _own(rank, world, block, lane)
+        steps += _own(rank, world, block, lane, beside and block == blocks - 1)
     return (*steps, *_join(streams), *_release(rank, world, ways=ways))
 
 
@@ -297,10 +297,12 @@ def _peers(
     return steps
 
 
-def _own(rank: int, world: int, block: int, lane: Stream) -> list[Step]:
+def _own(rank: int, world: int, block: int, lane: Stream, beside: bool = False) -> list[Step]:
     """The own product of a block, and the sum of what has arrived."""
     chunk, flags = block * world + rank, _flags(rank, world, block)
-    return [Work(lane, "product", chunk), *_take(rank, flags, lane), Work(lane, "sum", chunk)]
+    steps: list[Step] = [Work(lane, "product", chunk)]
+    steps += [Work(lane, "beside", chunk)] if beside else []
+    return [*steps, *_take(rank, flags, lane), Work(lane, "sum", chunk)]
 
 
 def _flags(rank: int, world: int, block: int) -> list[int]:

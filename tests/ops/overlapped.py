@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ladder.kernels.prefill import land_rows_reference
 from ladder.ops.blocks import Blocks
+from ladder.ops.gradients import GRADIENTS
+from ladder.ops.products import transposed_product
 from ladder.ops.registry import OPERATORS
 from tests.ops.everyone import in_order
 
@@ -19,6 +21,7 @@ IMPLEMENTATIONS = {
     "matmul_all_reduce": ("chunked", "summing", "ring"),
     "matmul_reduce_scatter_add_rms_norm": ("chunked", "tracked"),
     "matmul_all_reduce_add_rms_norm": ("chunked",),
+    GRADIENTS: ("chunked",),
 }
 WHOLE = ("matmul_all_reduce", "matmul_all_reduce_add_rms_norm")  # of any number of rows
 EPS = 1e-3
@@ -120,6 +123,8 @@ def arguments(op: str, A: Tensor, B: Tensor, other: bool, world: int = 1) -> tup
         return (A, B, residual, weight, EPS, *((0,) if scattered else ()))
     if op == "all_gather_matmul":
         return A, [B, B[:, :5]], 0, True
+    if op == GRADIENTS:  # of A @ B, where A is the gradient
+        return landing(len(A), B)[0], [B.t()], [A], 0
     if op == "matmul_reduce_scatter":
         return A, B, "avg" if other else "sum", 0
     if op == "linear_all_reduce":
@@ -142,7 +147,8 @@ def check_same(
     averaged: by `ring`, whose products scale on the way, each of torch's in its own way.
     """
     for n, (out, exact) in enumerate(zip(found, wanted, strict=True)):
-        assert out.is_contiguous(), what
+        of_matrix = op == GRADIENTS and n == 1  # it has the matrix's layout
+        assert out.is_contiguous() or (of_matrix and out.t().is_contiguous()), what
         close = 1e-2 if averaged or (lands(op) and n == 1) else 0.0
         torch.testing.assert_close(
             out, exact, rtol=close, atol=0, msg=lambda text: f"{what} {text}"
@@ -157,7 +163,7 @@ def options_of(op: str, name: str) -> list[dict[str, Any]]:
     if (op, name) == ("matmul_reduce_scatter", "chunked"):
         return [{}, *BLOCKS, {"streams": 2}, {"pairs": True}, {"streams": 2, "pairs": True}]
     if name == "chunked":
-        return [{}, {"streams": 2}]
+        return [{}] if op == GRADIENTS else [{}, {"streams": 2}]
     if name == "blocked":
         return BLOCKED
     if name == "pushed":
@@ -174,7 +180,7 @@ def expected(
     if op == "all_gather_matmul":
         whole = torch.cat([A for A, _ in inputs])
         return [whole, *(whole @ B for B in (inputs[rank][1], inputs[rank][1][:, :5]))]
-    averaged = other and op not in WHOLE
+    averaged = other and op not in (*WHOLE, GRADIENTS)
     addend = None
     if other and op == "matmul_all_reduce":
         (addend,) = arguments(op, *inputs[rank], other)[2:]
@@ -191,4 +197,8 @@ def expected(
         residual, weight = landing(len(partials[0]), inputs[rank][1])
         return list(land_rows_reference(partials, residual, weight, EPS))
     total = in_order(partials)
+    if op == GRADIENTS:
+        A, B = inputs[rank]
+        x = landing(len(A), B)[0]
+        return [total.to(A.dtype), transposed_product(x, A, B.t())]
     return [(total / world if averaged else total).to(inputs[0][0].dtype)]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ladder.ops import schedules, track_schedules
+from ladder.ops.gradients import GRADIENTS
 from ladder.ops.steps import COPIES, Await, Follow, Put, Record, Schedule, Word, Work
 from ladder.ops.track_maps import all_to_all
 from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)
@@ -139,6 +140,7 @@ def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
         "summing spread": lambda rank: track_schedules.summing(
             kept.compile(rank), world, spread=True
         ),
+        "beside": lambda rank: schedules.reduce_scatter(rank, world, beside=True),
         "tracked landing": lambda rank: track_schedules.tracked(
             tracks.compile(rank), world, waiting=True
         ),
@@ -249,6 +251,7 @@ def steps_to_lose(op: str, name: str, options: dict[str, Any], world: int = 2) -
     """The steps of rank 0 of `world` without which something must fail."""
     gather = op == "all_gather_matmul"
     kind = "kept" if gather else "landing" if lands(op) else "scatter"
+    kind = "beside" if op == GRADIENTS else kind
     if op in WHOLE:
         kind = "spread" if name == "chunked" else f"{name} spread"
         kind = "push" if options.get("push") else "blocked" if name == "blocked" else kind

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import ladder.ops
 from ladder.kernels.gemm import Tiling, gemm, tiles_of
+from ladder.ops.gradients import GRADIENTS
 from ladder.ops.registry import OPERATORS
 from ladder.ops.track_maps import rotated
 from ladder.parallel import launch
@@ -236,6 +237,11 @@ def dense(op: str, name: str, dtype: torch.dtype) -> None:
         for _ in range(2):
             if op == "all_gather_matmul":
                 results += ops.all_gather_matmul(A, [B], 0, group_name, return_A=False)[1]
+            elif op == GRADIENTS:
+                whole = landing(len(A), B)[0]
+                results.append(
+                    ops.all_gather_matmul_backward(whole, [B.t()], [A], 0, group_name)[0]
+                )
             elif op == "matmul_reduce_scatter":
                 results.append(ops.matmul_reduce_scatter(A, B, "sum", 0, group_name))
             elif lands(op):
@@ -248,7 +254,7 @@ def dense(op: str, name: str, dtype: torch.dtype) -> None:
             else:
                 results.append(ops.matmul_all_reduce(A, B, group_name))
     total = sum(a @ b for a, b in zip(As, Bs, strict=True))
-    exact = total.chunk(world)[rank] if "scatter" in op else total
+    exact = total.chunk(world)[rank] if "scatter" in op or op == GRADIENTS else total
     if op == "all_gather_matmul":
         exact = torch.cat(As) @ Bs[rank]
     assert torch.equal(*results), "not the same over runs"
@@ -264,8 +270,9 @@ def test_calls_in_flight(which: str, world: int) -> None:
 
 
 def replayed(which: str) -> int:
-    device, group, options = launch.join("cuda"), dist.group.WORLD, OPTIONS[which][-1]
+    device, group = launch.join("cuda"), dist.group.WORLD
     for op, name in cases(which):
+        options = choices(which, op, name)[-1]
         run = functools.partial(run_of(op, name), group, **options)
         made = [inputs_of(op, name, call, device, torch.bfloat16) for call in range(4)]
         replay(

@@ -15,6 +15,7 @@ from ladder.comm import driver
 from ladder.kernels.collect import Collector
 from ladder.ops import pushed, workspace
 from ladder.ops.collectives import staged_all_gather
+from ladder.ops.gradients import GRADIENTS, staged_gradients
 from ladder.ops.landings import staged_everywhere, staged_scatter
 from ladder.ops.products import (
     staged_all_gather_matmul,
@@ -76,6 +77,7 @@ STAGED = {
     "linear_all_reduce": staged_linear_all_reduce,
     "matmul_reduce_scatter_add_rms_norm": staged_scatter,
     "matmul_all_reduce_add_rms_norm": staged_everywhere,
+    GRADIENTS: staged_gradients,
 }
 
 

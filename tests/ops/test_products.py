@@ -14,6 +14,7 @@ from torch import Tensor
 import ladder.ops
 from ladder.ops import products
 from ladder.ops.checks import check_backend
+from ladder.ops.gradients import _joined
 from tests.distributed import Pools, mesh
 from tests.ops.everyone import (
     TOLERANCE,
@@ -160,6 +161,8 @@ def checked(rank: int, world_size: int) -> None:
     for return_A in (True, False):
         check_operator(OPS.all_gather_matmul, A, [B, B], 0, name, return_A=return_A)
     check_operator(OPS.matmul_reduce_scatter, A, B, "sum", 0, name)
+    plain = A.detach(), [B.detach(), B.detach()], [(A @ B).detach()] * 2
+    check_operator(OPS.all_gather_matmul_backward, *plain, 0, name)
     check_operator(OPS.matmul_all_reduce, A, B, name)
     check_operator(OPS.matmul_all_reduce, A, B, name, (A @ B).detach().requires_grad_())
     check_operator(OPS.linear_all_reduce, A, B.detach().t(), name)
@@ -180,6 +183,11 @@ def refused(rank: int, world_size: int) -> None:
     )
     check_refused("Bs is empty", gather, A, [], 0, name)
     check_refused(r"gather_dim=1 of A \[4, 3\]; expected 0 to 0", gather, A, [B], 1, name)
+    back, grad = OPS.all_gather_matmul_backward, A @ B
+    check_refused(r"1 matrices Bs and 2 gradients", back, A, [B], [grad, grad], 0, name)
+    words = r"grads\[0\] has shape \[4, 3\]; expected \[4, 5\], a product of whole and Bs\[0\]"
+    check_refused(words, back, A, [B], [A], 0, name)
+    check_refused(r"whole has 3 rows in dimension 0", back, A[:3], [B], [grad[:3]], 0, name)
     check_refused(r"A is torch.int64; expected bfloat16", gather, A.long(), [B.long()], 0, name)
     check_refused(r"A has shape \[3\]; expected two dimensions", gather, A[0], [B], 0, name)
     check_refused(r"B is on meta and A on cpu", scatter, A, B.to("meta"), "sum", 0, name)
@@ -209,8 +217,8 @@ def test_torch_accepts_the_operators(pools: Pools) -> None:
 
 def test_the_gradient_of_one_product_is_not_copied() -> None:
     one, two = torch.ones(2, 3), torch.ones(2, 1)
-    assert products._joined([one], -1) is one
-    assert products._joined([one, two], -1).shape == (2, 4)
+    assert _joined([one], -1) is one
+    assert _joined([one, two], -1).shape == (2, 4)
 
 
 def test_wrong_arguments_are_refused_by_name(pools: Pools) -> None:

@@ -19,6 +19,7 @@ from ladder.bench.ops.points import (
     EXPERTS,
     FEW,
     FLOATS,
+    GRADIENTS,
     OF_EXPERTS,
     SEND,
     TABLE_ROWS,
@@ -27,6 +28,8 @@ from ladder.bench.ops.points import (
 from ladder.comm import collectives
 from ladder.kernels.bags import pool_bags
 from ladder.ops import exchange
+from ladder.ops.backend import scattered_sum
+from ladder.ops.products import transposed_product
 from ladder.ops.registry import ANY_ORDER, DEFAULT, OPERATORS
 
 EPS = 1e-5
@@ -72,6 +75,8 @@ def make_case(point: OpPoint, group: dist.ProcessGroup, device: torch.device) ->
         return _experts(point, group, device)
     if point.op in OF_EXPERTS:
         return _moved(point, group, device)
+    if point.op == GRADIENTS:
+        return _gradients(point, group, device)
     return _columns(point, group, device) if point.op in COLUMNS else _rows(point, group, device)
 
 
@@ -157,6 +162,33 @@ def _rows(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Cas
     return Case(
         point, arguments, {}, shapes, alone, _plainly(point, group, *arguments), list,
         [exact, exact * scale * gain.double()], link, group,
+    )  # fmt: skip
+
+
+def _gradients(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Case:
+    """Of one matrix, that reads n columns and has k on all ranks."""
+    whole = _random(point, device, point.m, point.n)
+    grad = _random(point, device, point.m, point.k // point.ranks)
+    weight = _random(point, device, grad.shape[1], point.n, scale=point.k**-0.5)
+    exact = grad.double() @ weight.double()
+    dist.all_reduce(exact, group=group)
+    exact = exact.chunk(point.ranks)[dist.get_rank(group)]
+    of_B = whole.double().t() @ grad.double()
+    partial, out = torch.empty_like(whole), torch.empty_like(weight)
+    products = _products(grad, weight.t(), partial, point.ranks)
+
+    def both(product: Call) -> Call:
+        return lambda: (product(), torch.mm(grad.t(), whole, out=out))
+
+    def collective() -> tuple[Tensor, list[Tensor]]:
+        own = scattered_sum(group, grad @ weight)
+        return own, [transposed_product(whole, grad, weight.t())]
+
+    return Case(
+        point, (whole, [weight.t()], [grad], 0), {}, (whole.shape, [weight.t().shape]),
+        {name: both(product) for name, product in products.items()}, {"": collective},
+        lambda result: [result[0], *result[1]], [exact, of_B],
+        (point.ranks - 1) / point.ranks * partial.nbytes, group,
     )  # fmt: skip
 
 

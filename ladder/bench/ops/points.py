@@ -17,11 +17,14 @@ ROWS = (
     "matmul_reduce_scatter", "matmul_all_reduce", "linear_all_reduce",
     "matmul_reduce_scatter_add_rms_norm", "matmul_all_reduce_add_rms_norm",
 )  # fmt: skip
+GRADIENTS = "all_gather_matmul_backward"  # of the same matrix, in the backward pass
 BAGS, EXPERTS = "embedding_bag_all_to_all", "matmul_all_to_all"
 SEND, BACK = "all_to_all_rows", "return_rows"  # of the rows that experts get, and give back
 OF_EXPERTS = (EXPERTS, SEND, BACK)
-OPS = (*COLUMNS, *ROWS, BAGS, *OF_EXPERTS)
-SCATTERED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_reduce_scatter_add_rms_norm")
+OPS = (*COLUMNS, *ROWS, GRADIENTS, BAGS, *OF_EXPERTS)
+SCATTERED = (
+    "all_gather_matmul", "matmul_reduce_scatter", "matmul_reduce_scatter_add_rms_norm", GRADIENTS,
+)  # fmt: skip
 FEW = "linear_all_reduce"  # for so few rows that its all-reduce is one message
 FEW_ROWS = (1, 8, 64)
 PRODUCT_ROWS = (64, 512, 1024, 2048, 4096, 8192)  # m of FLUX's figures 11 to 14
@@ -193,12 +196,13 @@ def matrices(shape: str) -> tuple[Matrix | Experts, ...]:
 
 
 def _transposed(matrix: Matrix | Experts) -> Matrix:
-    """What a gradient is multiplied by, and the adjoint of the operator: a gather's is a scatter.
+    """What a gradient is multiplied by, and the adjoint of the operator: a gather's is a scatter,
+    alone and with the matrix's gradient.
 
     Of an all-reduce nothing is left inside of a product.
     """
     assert isinstance(matrix, Matrix)
-    ops = ("matmul_reduce_scatter",) if matrix.ops == COLUMNS else COLUMNS
+    ops = ("matmul_reduce_scatter", GRADIENTS) if matrix.ops == COLUMNS else COLUMNS
     return Matrix(matrix.name, matrix.k, matrix.n, ops)
 
 
