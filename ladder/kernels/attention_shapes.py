@@ -8,7 +8,8 @@ from ladder.jit import triton
 FULL = 96  # programs that fill the GPU without a split
 FEW = 8  # sequences times KV heads
 MAX_SPLITS = 128
-LONG, LONGEST, LONG_OF_FEW = 128, 2048, 512  # blocks: of 64 keys, 8k, 128k and 32k tokens
+LONG = 128  # blocks: of 64 keys, 8k tokens
+LONG_OF_FEW, LONG_OF_FEW_E4M3 = 1024, 512
 CHEAP_SPLITS = 32  # up to here the combination is not weighed against the reading
 COMBINED = 128 * 128  # numbers combined at once: 128 registers of each thread of 4 warps
 
@@ -45,7 +46,8 @@ def splits(sequences_and_heads: int, blocks: int, e4m3: bool = False) -> int:
     on 2 KV heads are 8 MiB, 2 us at 4.2 TB/s. So few sequences have more than CHEAP_SPLITS only
     where there are SMs for them and a split has at least four blocks: a sequence of 8192 tokens
     took 1 to 5 % less of a step with 32 splits than with 64. In long contexts reading takes
-    longest, and more programs on each SM have more loads in flight (benchmarks/results/README.md).
+    longest, and two programs on each SM have more loads in flight; more of them gain nothing
+    (docs/results/inference.md).
 
     What is read of e4m3 is converted, and programs wait for that more than for loads: up to 64
     splits may have two blocks each, and 128k tokens need no more programs than 8k.
@@ -53,12 +55,12 @@ def splits(sequences_and_heads: int, blocks: int, e4m3: bool = False) -> int:
     one_each = -(-MULTIPROCESSORS // sequences_and_heads)
     wanted = one_each
     if sequences_and_heads <= FEW:
-        most = 2 * one_each if blocks >= LONG_OF_FEW else one_each
+        many = LONG_OF_FEW_E4M3 if e4m3 else LONG_OF_FEW
+        most = 2 * one_each if blocks >= many else one_each
         enough = max(blocks // 4, min(blocks // 2, 2 * CHEAP_SPLITS)) if e4m3 else blocks // 4
         wanted = max(CHEAP_SPLITS, min(most, enough, MAX_SPLITS))
     elif blocks >= LONG:
-        on_an_sm = 8 if blocks < LONGEST or e4m3 else 16
-        wanted = min(one_each * on_an_sm, blocks // 4, 2 * CHEAP_SPLITS)
+        wanted = min(2 * one_each, blocks // 4)
     return min(1 << (wanted.bit_length() - 1), triton.next_power_of_2(blocks))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ladder.models.errors import UserError
 from ladder.ops import workspace
+from ladder.ops.blocks import STREAMS, check_streams
 from ladder.ops.calls import execute, operator, rows_back, rows_first, rows_of, scattered, size_of
 from ladder.ops.checks import check_dim, check_divisible, check_like, check_matrix, check_shape
 from ladder.ops.collectives import all_gather, reduce_scatter
@@ -49,11 +50,16 @@ def staged_gradients(
     return own, of_Bs
 
 
-@implement(GRADIENTS, "chunked", peer_refusal, surplus=by_chunks(1))
+@implement(GRADIENTS, "chunked", peer_refusal, STREAMS, surplus=by_chunks(1))
 def chunked_gradients(
-    group: dist.ProcessGroup, whole: Tensor, Bs: list[Tensor], grads: list[Tensor], gather_dim: int
-) -> tuple[Tensor, list[Tensor]]:
-    """The reduce-scatter as by `chunked`, and the matrices' gradients before its sum."""
+    group: dist.ProcessGroup, whole: Tensor, Bs: list[Tensor], grads: list[Tensor], gather_dim: int,
+    streams: int = 1,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """The reduce-scatter as by `chunked`, and the matrices' gradients behind its products.
+
+    streams: 1: the sum waits for their end; 2: it may run in their midst.
+    """
+    check_streams(streams)
     rows = rows_first(_joined(grads, -1), gather_dim)
     matrix = _joined(Bs, 1).t()
     x = rows_first(whole, gather_dim)
@@ -69,8 +75,9 @@ def chunked_gradients(
             torch.mm(*((grad.t(), x) if turns else (x.t(), grad)), out=out)
 
     space = workspace.workspace(group, SCATTER, whole.device)
+    memory = (x, *of_rows, *outs)
     own, finish = adding(space.world, rows, matrix, False)
-    scatter_chunks(space, rows, matrix, finish, (1, 1, 1), beside=(beside, (x, *of_rows, *outs)))
+    scatter_chunks(space, rows, matrix, finish, (1, 1, streams), beside=(beside, memory))
     of_Bs = [out.t() if turns else out for out, turns in zip(outs, turned, strict=True)]
     return rows_back(own, whole, gather_dim), of_Bs
 

@@ -173,9 +173,14 @@ def reduce_scatter(
     first. streams: 1 or 2, of the products and of the sums that follow them: a sum may then run
     beside the last tiles of the next block's product. waiting: `sum` waits for the slots by itself;
     for one block. pairs: `both` c is the product of chunks c and c + 1, of ranks 2i and 2i + 1, if
-    both are peers: two products of few rows take longer than one of both. For one block.
+    both are peers: two products of few rows take longer than one of both. For one block. beside:
+    `beside` is what needs nothing of other ranks, behind the last product; for one block, and
+    streams are of the sum alone, which may run in its midst.
     """
-    groups, ways, steps = _groups(rank, world, pairs), _ways(world), _fork(streams)
+    groups, ways = _groups(rank, world, pairs), _ways(world)
+    if beside:
+        return _beside(rank, world, groups, streams)
+    steps = _fork(streams)
     lanes = _lanes(blocks * (len(groups) + 1), streams)
     for block in range(blocks):
         steps += _peers(rank, world, block, lanes[block * len(groups) :], groups)
@@ -184,8 +189,16 @@ def reduce_scatter(
         flags = others(rank, world)
         return (*steps, *_sum(rank, flags, waiting), *_release(rank, world, ways=ways))
     for block, lane in enumerate(lanes[-blocks:]):
-        steps += _own(rank, world, block, lane, beside and block == blocks - 1)
+        steps += _own(rank, world, block, lane)
     return (*steps, *_join(streams), *_release(rank, world, ways=ways))
+
+
+def _beside(rank: int, world: int, groups: Sequence[tuple[int, ...]], streams: int) -> Schedule:
+    steps = _peers(rank, world, 0, _lanes(len(groups), 1), groups)
+    steps += [Work("main", "product", rank), *_fork(streams), Work("main", "beside", rank)]
+    lane = LANES[streams - 1]
+    steps += [*_take(rank, _flags(rank, world, 0), lane), Work(lane, "sum", rank)]
+    return (*steps, *_join(streams), *_release(rank, world, ways=_ways(world)))
 
 
 @functools.cache
@@ -297,12 +310,10 @@ def _peers(
     return steps
 
 
-def _own(rank: int, world: int, block: int, lane: Stream, beside: bool = False) -> list[Step]:
+def _own(rank: int, world: int, block: int, lane: Stream) -> list[Step]:
     """The own product of a block, and the sum of what has arrived."""
     chunk, flags = block * world + rank, _flags(rank, world, block)
-    steps: list[Step] = [Work(lane, "product", chunk)]
-    steps += [Work(lane, "beside", chunk)] if beside else []
-    return [*steps, *_take(rank, flags, lane), Work(lane, "sum", chunk)]
+    return [Work(lane, "product", chunk), *_take(rank, flags, lane), Work(lane, "sum", chunk)]
 
 
 def _flags(rank: int, world: int, block: int) -> list[int]:

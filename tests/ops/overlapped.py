@@ -163,7 +163,7 @@ def options_of(op: str, name: str) -> list[dict[str, Any]]:
     if (op, name) == ("matmul_reduce_scatter", "chunked"):
         return [{}, *BLOCKS, {"streams": 2}, {"pairs": True}, {"streams": 2, "pairs": True}]
     if name == "chunked":
-        return [{}] if op == GRADIENTS else [{}, {"streams": 2}]
+        return [{}, {"streams": 2}]
     if name == "blocked":
         return BLOCKED
     if name == "pushed":

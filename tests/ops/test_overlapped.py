@@ -140,7 +140,6 @@ def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
         "summing spread": lambda rank: track_schedules.summing(
             kept.compile(rank), world, spread=True
         ),
-        "beside": lambda rank: schedules.reduce_scatter(rank, world, beside=True),
         "tracked landing": lambda rank: track_schedules.tracked(
             tracks.compile(rank), world, waiting=True
         ),
@@ -173,6 +172,9 @@ def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
                 ),
                 "landing": functools.partial(
                     schedules.reduce_scatter, world=world, waiting=True, streams=streams
+                ),
+                "beside": functools.partial(
+                    schedules.reduce_scatter, world=world, streams=streams, beside=True
                 ),
             }
             found[label("scatter", {**options, "pairs": True})] = functools.partial(
