@@ -208,6 +208,7 @@ OF_TABLE = [
     *(RESULTS / f"2026-11-28-{kind}-h200x4.jsonl" for kind in IN_BLOCKS),
     RESULTS / "2026-11-28-ops-bags-h200x2.jsonl",
     *(RESULTS / f"2026-11-28-{kind}-h200x4.jsonl" for kind in OF_FOUR_AGAIN),
+    *(RESULTS / f"2026-11-28-ops-gradients-h200x{ranks}.jsonl" for ranks in (2, 4)),
 ]  # fmt: skip
 
 

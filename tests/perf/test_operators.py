@@ -15,6 +15,7 @@ from ladder.bench.ops.points import OpPoint, Variant, calls_of
 from ladder.cli import main
 from ladder.models.errors import UserError
 from ladder.ops import schedules, track_schedules
+from ladder.ops.gradients import GRADIENTS
 from ladder.ops.track_maps import all_to_all
 from ladder.perf.machine import Curve, Machine, Value
 from ladder.perf.machine_files import load
@@ -50,7 +51,7 @@ def machine(gb_s: float = 378.0, beside: float = 1.0, gap: float = 0.0) -> Machi
 # -- predictions ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if op != GRADIENTS])
 def test_staged_is_the_product_then_its_exchanges(op: str) -> None:
     found = machine(gap=2.0)
     times, size = Predictor(found), point(op)
@@ -64,12 +65,32 @@ def test_staged_is_the_product_then_its_exchanges(op: str) -> None:
     assert times(size, plain(op)).efficiency == 0.0
 
 
+def test_a_gradients_baseline_is_both_products_and_a_scatter() -> None:
+    """Of whole and of the matrix; `staged` is what the table picks."""
+    found = machine(gap=2.0)
+    times, size = Predictor(found), point(GRADIENTS)
+    scatter = found.nccl("reduce-scatter", 2 * 4096 * 12288).us + 2.0
+    assert times.us(size, plain(GRADIENTS)) == pytest.approx(times.us(size, ALONE) + scatter)
+    one = times.us(point(SCATTER), ALONE)
+    assert 1.9 * one < times.us(size, ALONE) < 2.1 * one
+    assert not predicts(size, STAGED)
+
+
+def test_a_gradient_hides_the_copies_behind_the_other_product() -> None:
+    """Over links for whose copies a scatter's own products are too short."""
+    times = Predictor(machine(gb_s=12.0))
+    scattered, both = (times(point(op), CHUNKED).ect_us for op in (SCATTER, GRADIENTS))
+    assert both < 0.5 * scattered
+    late = times(point(GRADIENTS), Variant("chunked", (("streams", 2),))).ect_us
+    assert late <= both
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_chunks_over_an_endless_link_leave_the_sum_alone(op: str) -> None:
     """Here chunks take as many waves as the whole: E is 1 but for sums and rows put in place."""
     found = Predictor(machine(gb_s=1e9))
     one = found(point(op), CHUNKED)
-    rows = {GATHER: 0, SCATTER: 3, LANDING: 5, REDUCE: 3 + 2}[op]
+    rows = {GATHER: 0, SCATTER: 3, LANDING: 5, REDUCE: 3 + 2, GRADIENTS: 3}[op]
     moved = rows * 4096 * 12288 / (1e6 * found.machine.value("copy_tb_s"))
     assert one.ect_us == pytest.approx(moved, abs=0.01)
     if op == GATHER:
@@ -237,6 +258,20 @@ def test_a_second_record_is_predicted_in_both_modes() -> None:
         assert statistics.mean(picked) < regret
 
 
+def test_recorded_gradients() -> None:
+    """Nothing was fitted to them."""
+    for ranks in (2, 4):
+        file = RECORD.with_name(f"2026-11-28-ops-gradients-h200x{ranks}.jsonl")
+        errors = summary(scores([file], load(f"h200x{ranks}")))
+        ways = [name for name in errors if name.startswith("chunked")]
+        assert len(ways) == 3 - ranks // 2
+        for name in ways:
+            _, time, ect, off = errors[name]
+            assert time < 5
+            assert ect < 35
+            assert sum(map(abs, off)) < 0.17 * len(off)
+
+
 def test_short_products_whose_rows_are_pushed() -> None:
     """Nothing was fitted to them but the host's time."""
     errors = summary(scores([SHORT], load("h200x2")))
@@ -283,9 +318,14 @@ def test_predict_ops(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--implementations", "chunked:streams=2", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["ranks"] == 2
-    assert {row["op"] for row in data["calls"]} == set(OPS)
+    forward = {op for op in OPS if op != GRADIENTS}  # of a gradient's shape
+    assert {row["op"] for row in data["calls"]} == forward
     fastest = [row["way"] for row in data["calls"] if row["fastest"]]
-    assert len(fastest) == len(OPS)
+    assert len(fastest) == len(forward)
+    words[-1:] = ["8192", "--shapes", "half-8b:backward", "--ops", GRADIENTS, "--json"]
+    assert main(words) == 0
+    calls = json.loads(capsys.readouterr().out)["calls"]
+    assert [row["way"] for row in calls if row["fastest"]] == ["chunked", "chunked"]
 
 
 def test_what_the_machine_lacks_for_an_implementation_is_said(

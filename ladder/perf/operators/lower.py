@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ladder.bench.ops.points import COLUMNS, OpPoint
+from ladder.bench.ops.points import COLUMNS, GRADIENTS, OpPoint
 from ladder.costs import BF16
 from ladder.kernels.gemm import GROUP, tiles_of
 from ladder.ops import schedules, track_schedules
@@ -25,7 +25,7 @@ from ladder.perf.operators.run import Copies, Moves, Task, Tasks, Tiles
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 LANDING = "matmul_reduce_scatter_add_rms_norm"
-OPS = (GATHER, SCATTER, REDUCE, LANDING)
+OPS = (GATHER, SCATTER, REDUCE, LANDING, GRADIENTS)
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,14 @@ def chunked(
         if step.action in ("product", "both"):
             several = 2 if step.action == "both" else 1
             return cost.product(several * rows, size.outputs, size.inputs)
+        if step.action == "beside":  # the matrix's gradient
+            return cost.product(size.inputs, size.outputs, size.rows)
         if step.action == "copy":
             return cost.copies(size.line * rows)
         return cost.moves(size.line * rows * sum_bytes(op, world))
 
-    waiting = op == LANDING
-    made = [
-        schedules.reduce_scatter(r, world, waiting, streams, blocks, pairs) for r in range(world)
-    ]
-    return made, tasks
+    about = op == LANDING, streams, blocks, pairs, op == GRADIENTS
+    return [schedules.reduce_scatter(r, world, *about) for r in range(world)], tasks
 
 
 def _gathered(cost: OperatorCost, size: Size, streams: int) -> Lowered:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ladder.bench.ops.derive import ect_us, efficiency
-from ladder.bench.ops.points import OpPoint, Variant, calls_of
+from ladder.bench.ops.points import GRADIENTS, OpPoint, Variant, calls_of
 from ladder.comm.capture import Mode
 from ladder.costs import BF16
 from ladder.models.errors import UserError
@@ -112,6 +112,8 @@ def predicts(point: OpPoint, variant: Variant) -> bool:
         return False
     if variant.name in OVERLAPPED:
         return point.op in OVERLAPPED[variant.name][1]
+    if point.op == GRADIENTS:  # `staged` is what the table picks for its scatter
+        return variant.name in (ALONE, ANY_ORDER)
     if variant.name == PUSHED:
         columns = point.k if point.op == GATHER else point.n
         return BF16 * point.m * columns <= LARGEST
@@ -123,6 +125,8 @@ def _time(cost: OperatorCost, point: OpPoint, variant: Variant, mode: Mode) -> f
     if variant.name not in OVERLAPPED:
         moved, sent = _serial(cost, point.op, size, variant)
         computed = cost.alone(size.rows, size.outputs, size.inputs)
+        if point.op == GRADIENTS:  # the matrix's, too
+            computed += cost.gap + cost.alone(size.inputs, size.outputs, size.rows)
 
         def serial(share: float) -> tuple[float, float]:
             busy = computed / share + moved
