@@ -35,6 +35,7 @@ from ladder.ops.registry import (
     Call,
     Implementation,
     call_of,
+    check_types,
     find_implementation,
     find_operator,
 )
@@ -77,7 +78,9 @@ def use(op: str, implementation: str, **options: Any) -> Iterator[None]:
     UserError, too: it says why.
     """
     found = find_implementation(op, implementation)
-    check_keys(f"options of {op} by {implementation!r}", options, found.options)
+    where = f"options of {op} by {implementation!r}"
+    check_keys(where, options, found.options)
+    check_types(where, found, options)
     before = _asked.get(op)
     _asked[op] = implementation, tuple(options.items())
     try:

@@ -12,6 +12,7 @@ table does not name.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +20,14 @@ from typing import Any
 import torch
 
 from ladder.comm.capture import Mode
-from ladder.models.errors import unknown
+from ladder.models.errors import UserError, unknown
 
 DEFAULT, ANY_ORDER = "staged", "collective"  # without a measurement
 SERIAL = (DEFAULT, ANY_ORDER)  # they do not overlap; by the order of sums
 ANOTHER = "it adds in another order than that of the ranks"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MOVABLE = (*DTYPES, torch.int32, torch.int64)  # of rows that are only moved
+WANTED = {"bool": (bool, "true or false"), "int": (int, "a whole number")}  # of options
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in MOVABLE}
 
 
@@ -119,6 +121,20 @@ def implement(
         return run
 
     return register
+
+
+def check_types(where: str, implementation: Implementation, options: Mapping[str, Any]) -> None:
+    """Raise UserError for a value that is not of its option's type, as what runs it declares it.
+
+    `where` begins the message. Options that the implementation does not have are left out.
+    """
+    for key, value in options.items():
+        if key not in implementation.options:
+            continue
+        declared = str(inspect.signature(implementation.run).parameters[key].annotation)
+        kind = WANTED.get(declared.removesuffix(" | None"))
+        if kind is not None and type(value) is not kind[0]:
+            raise UserError(f"{where}: {key}={value!r} must be {kind[1]}")
 
 
 def bucket(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -32,7 +32,15 @@ from ladder.comm.capture import MODES
 from ladder.config import read_entries
 from ladder.models.errors import UserError, check_keys, unknown
 from ladder.ops import between
-from ladder.ops.registry import ANOTHER, DTYPE_NAMES, OPERATORS, Call, bucket, find_implementation
+from ladder.ops.registry import (
+    ANOTHER,
+    DTYPE_NAMES,
+    OPERATORS,
+    Call,
+    bucket,
+    check_types,
+    find_implementation,
+)
 
 VARIABLE = "LADDER_OPS_TABLE"
 UNSET = f"unset {VARIABLE}, or correct it"
@@ -85,6 +93,7 @@ def _check_entry(where: str, entry: dict[str, Any]) -> None:
     implementation = find_implementation(entry["op"], entry["implementation"], f" in {where}")
     known = [name for name in implementation.options if name not in implementation.insisted]
     check_keys(f"options in {where}", entry["options"], known)
+    check_types(f"options in {where}", implementation, entry["options"])
     if entry["order"] not in ORDERS:
         raise unknown(f"order in {where}", entry["order"], ORDERS)
     if entry["order"] == "ranks" and not implementation.ordered:

@@ -172,6 +172,10 @@ def test_what_is_insisted_on_runs_or_is_refused(table: Path) -> None:
         UserError, match=r"unknown key '.*' of options of all_reduce by 'fast'.*'chunk'"
     ):
         use("all_reduce", "fast", chunks=5).__enter__()
+    with pytest.raises(UserError, match=r"by 'fast': chunk='two' must be a whole number"):
+        use("all_reduce", "fast", chunk="two").__enter__()
+    with pytest.raises(UserError, match=r"pairs=1 must be true or false"):
+        use("matmul_reduce_scatter", "chunked", pairs=1).__enter__()
     with pytest.raises(UserError, match=r"unknown implementation of all_reduce 'fastt'.*'fast'"):
         use("all_reduce", "fastt").__enter__()
     with pytest.raises(UserError, match="unknown operator 'reduce'"):
@@ -187,6 +191,7 @@ def test_what_is_insisted_on_runs_or_is_refused(table: Path) -> None:
             {"options": {"chunks": 1}},
             "unknown key 'chunks' of options in the table.*did you mean 'chunk'",
         ),
+        ({"options": {"chunk": True}}, "in the table .*: chunk=True must be a whole number"),
         ({"dtype": "int8"}, "unknown dtype in the table"),
         ({"sizes": [4000]}, r"sizes=\[4000\] must be powers of two, \[elements\]"),
         ({"sizes": [4096, 1]}, r"sizes=\[4096, 1\] must be powers of two"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from ladder.config import configs_folder, model_config, parse_json
 from ladder.costs import product_shapes
 from ladder.models.errors import UserError, unknown
-from ladder.ops.registry import DTYPES, OPERATORS, Implementation
+from ladder.ops.registry import DTYPES, OPERATORS, Implementation, check_types
 
 COLUMNS = ("all_gather_matmul",)  # of a matrix that is split by columns
 ROWS = (
@@ -264,20 +263,11 @@ def _variant(word: str, ops: Sequence[str]) -> Variant:
             wanted = ", ".join(f"{each}=VALUE" for each in sorted(known)) or "none"
             raise UserError(f"--implementations={word}: {part!r} is no option; {name} has {wanted}")
         option = _option(value)
-        kinds = {_kind(each[name], key) for each in found if name in each} - {None}
-        if kinds and type(option) not in kinds:
-            wanted = "true or false" if bool in kinds else "a whole number"
-            raise UserError(f"--implementations={word}: {part!r}; {key} is {wanted}")
+        for each in found:
+            if name in each:
+                check_types(f"--implementations={word}", each[name], {key: option})
         options.append((key, option))
     return Variant(name, tuple(options))
-
-
-def _kind(implementation: Implementation, key: str) -> type | None:
-    """Whether an option is a bool or an int, by what runs it; None: neither, or it has none."""
-    if key not in implementation.options:
-        return None
-    said = str(inspect.signature(implementation.run).parameters[key].annotation)
-    return {"bool": bool, "int": int}.get(said.removesuffix(" | None"))
 
 
 def recorded(way: str, op: str) -> Variant | None:
