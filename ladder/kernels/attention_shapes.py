@@ -50,7 +50,8 @@ def splits(sequences_and_heads: int, blocks: int, e4m3: bool = False) -> int:
     (docs/results/inference.md).
 
     What is read of e4m3 is converted, and programs wait for that more than for loads: up to 64
-    splits may have two blocks each, and 128k tokens need no more programs than 8k.
+    splits may have two blocks each, and few sequences have two programs on an SM from 32k tokens
+    on; of others from 64k.
     """
     one_each = -(-MULTIPROCESSORS // sequences_and_heads)
     wanted = one_each

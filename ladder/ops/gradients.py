@@ -6,6 +6,7 @@ nothing of other ranks. So the last of the ranks' parts travel while it runs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,13 +17,20 @@ from ladder.models.errors import UserError
 from ladder.ops import workspace
 from ladder.ops.blocks import STREAMS, check_streams
 from ladder.ops.calls import execute, operator, rows_back, rows_first, rows_of, scattered, size_of
-from ladder.ops.checks import check_dim, check_divisible, check_like, check_matrix, check_shape
+from ladder.ops.checks import (
+    check_dim,
+    check_divisible,
+    check_like,
+    check_matrix,
+    check_rows,
+    check_shape,
+)
 from ladder.ops.collectives import all_gather, reduce_scatter
 from ladder.ops.finish import adding
 from ladder.ops.overlapped import SCATTER, scatter_chunks
 from ladder.ops.products import all_gather_matmul, matmul_reduce_scatter, transposed_product
 from ladder.ops.refusals import peer_refusal
-from ladder.ops.registry import define, implement
+from ladder.ops.registry import Call, define, implement
 from ladder.ops.waves import by_chunks
 
 GRADIENTS = "all_gather_matmul_backward"
@@ -50,7 +58,12 @@ def staged_gradients(
     return own, of_Bs
 
 
-@implement(GRADIENTS, "chunked", peer_refusal, STREAMS, surplus=by_chunks(1))
+def _surplus(call: Call, options: Mapping[str, Any]) -> float:
+    """Of products one after the other, on one stream, whatever the streams of the sum."""
+    return by_chunks(1)(call, {})
+
+
+@implement(GRADIENTS, "chunked", peer_refusal, STREAMS, surplus=_surplus)
 def chunked_gradients(
     group: dist.ProcessGroup, whole: Tensor, Bs: list[Tensor], grads: list[Tensor], gather_dim: int,
     streams: int = 1,
@@ -62,23 +75,24 @@ def chunked_gradients(
     check_streams(streams)
     rows = rows_first(_joined(grads, -1), gather_dim)
     matrix = _joined(Bs, 1).t()
-    x = rows_first(whole, gather_dim)
-    of_rows = [rows_first(grad, gather_dim) for grad in grads]
-    # As `transposed_product` lays them out.
-    turned = [B.stride(0) < B.stride(1) for B in Bs]
-    outs = [
-        B.new_empty(B.t().shape if turns else B.shape) for B, turns in zip(Bs, turned, strict=True)
+    # As `transposed_product` computes them and lays them out: over rows in any order.
+    x, of_rows = whole.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
+    of_Bs = [
+        B.new_empty(B.t().shape).t() if B.stride(0) < B.stride(1) else B.new_empty(B.shape)
+        for B in Bs
     ]
 
     def beside() -> None:
-        for grad, out, turns in zip(of_rows, outs, turned, strict=True):
-            torch.mm(*((grad.t(), x) if turns else (x.t(), grad)), out=out)
+        for grad, out in zip(of_rows, of_Bs, strict=True):
+            if out.is_contiguous():
+                torch.mm(x.t(), grad, out=out)
+            else:
+                torch.mm(grad.t(), x, out=out.t())
 
     space = workspace.workspace(group, SCATTER, whole.device)
-    memory = (x, *of_rows, *outs)
+    memory = (x, *of_rows, *of_Bs)  # their layouts tell calls apart, too
     own, finish = adding(space.world, rows, matrix, False)
     scatter_chunks(space, rows, matrix, finish, (1, 1, streams), beside=(beside, memory))
-    of_Bs = [out.t() if turns else out for out, turns in zip(outs, turned, strict=True)]
     return rows_back(own, whole, gather_dim), of_Bs
 
 
@@ -87,6 +101,7 @@ def _check(whole: Tensor, Bs: list[Tensor], grads: list[Tensor], dim: int, group
         raise UserError(
             f"{len(Bs)} matrices Bs and {len(grads)} gradients; expected as many, one at least"
         )
+    check_rows("whole", whole)
     check_dim("gather_dim", dim, "whole", whole)
     for n, (B, grad) in enumerate(zip(Bs, grads, strict=True)):
         check_like("whole", whole, **{f"Bs[{n}]": B, f"grads[{n}]": grad})
@@ -142,7 +157,9 @@ def _backward(ctx: Any, grad_A: Any, grads: list[Any]) -> tuple[Any, ...]:
     grads = [
         grad if grad is not None else _zeros(ctx, A, B) for grad, B in zip(grads, Bs, strict=True)
     ]
-    if needs_A and all(needs_Bs) and ctx.whole and grad_A is None:
+    # With gradients on, these are to be differentiated themselves, as the operator is not.
+    simple = ctx.whole and grad_A is None and not torch.is_grad_enabled()
+    if simple and needs_A and all(needs_Bs):
         return *all_gather_matmul_backward(A, Bs, grads, ctx.dim, ctx.group), None, None
     own: Tensor | None = None
     if needs_A:

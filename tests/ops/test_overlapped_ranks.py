@@ -167,6 +167,8 @@ def turned(group: Any) -> None:
             out.double(), joined.double() @ Bs[0].double(), rtol=2e-2, atol=2e-2
         )
     exact = sum(A.double() @ B.double() for A, B in zip(As, Bs, strict=True))
+    for name in IMPLEMENTATIONS[GRADIENTS]:
+        several_gradients(group, name)
     for name in IMPLEMENTATIONS["matmul_reduce_scatter"]:
         out = run_of("matmul_reduce_scatter", name)(
             group, As[rank], Bs[rank], "sum", 1, **options_of("matmul_reduce_scatter", name)[-1]
@@ -174,6 +176,28 @@ def turned(group: Any) -> None:
         assert out.is_contiguous()
         wanted = exact.chunk(world, 1)[rank]
         torch.testing.assert_close(out.double(), wanted, rtol=4e-2, atol=8e-2)
+
+
+def several_gradients(group: Any, name: str) -> None:
+    """Of matrices in either layout, one of them square, of rows in another dimension than the
+    first, and of gradients that are views: bit for bit `staged`, in the layout of each matrix."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    made = {"dtype": torch.float16}
+    whole = numbers(3, 2 * world, 9, seed=1, **made)
+    Bs = [numbers(9, 5, seed=2, **made), numbers(9, 9, seed=3, **made).t(),
+          numbers(4, 9, seed=4, **made).t()]  # fmt: skip
+    grads = [numbers(2 * world, 3, B.shape[1], seed=5 + rank, **made).transpose(0, 1) for B in Bs]
+    for options in options_of(GRADIENTS, name):
+        for dim in (0, 1):
+            if dim == 0 and 3 % world:
+                continue
+            given = whole, Bs, grads, dim
+            own, of_Bs = run_of(GRADIENTS, name)(group, *given, **options)
+            exact, of_matrices = staged_gradients(group, *given)
+            torch.testing.assert_close(own, exact, rtol=2e-2, atol=2e-2)
+            for found, wanted in zip(of_Bs, of_matrices, strict=True):
+                assert found.stride() == wanted.stride()
+                assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(("device", "world"), [on("interpreter", world) for world in (2, 4)])

@@ -211,6 +211,22 @@ def test_gradients(pools: Pools) -> None:
     pools(2).run(needed)
 
 
+def twice(rank: int, world_size: int) -> None:
+    """Gradients of gradients, which the operator of the first ones does not have."""
+    A, B, C = (random(2, 3, seed=n).requires_grad_() for n in range(3))
+    for return_A in (True, False):
+
+        def gather(a: Tensor, b: Tensor, c: Tensor, return_A: bool = return_A) -> Any:
+            matrices = [b.t(), c.t()]
+            return tuple(OPS.all_gather_matmul(a, matrices, 0, world(), return_A=return_A)[1])
+
+        assert torch.autograd.gradgradcheck(gather, (A, B, C))
+
+
+def test_gradients_of_gradients(pools: Pools) -> None:
+    pools(1).run(twice)
+
+
 def test_torch_accepts_the_operators(pools: Pools) -> None:
     pools(2).run(checked)
 
