@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what predictions ask here needs no torch
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 LANDING = "matmul_reduce_scatter_add_rms_norm"
+GRADIENTS = "all_gather_matmul_backward"
 FIRST, LAST = ("qkv", "gate-up"), ("output", "down")  # the products of a sublayer
 
 
@@ -43,7 +44,7 @@ class Overlap:
         found = [(GATHER, *shapes[part]) for part in FIRST]
         found += [(last, *shapes[part]) for part in LAST]
         if training:  # a gradient's product is by the transposed matrix, and its operator the other
-            found += [(SCATTER, *shapes[part][::-1]) for part in FIRST]
+            found += [(GRADIENTS, *shapes[part][::-1]) for part in FIRST]
             found += [(GATHER, *shapes[part][::-1]) for part in LAST]
         self.products = tuple(found)
         self.gpu, self.ranks, self.dtype, self.group = gpu, ranks, dtype, group
@@ -56,11 +57,17 @@ class Overlap:
         rows = -(-tokens // self.ranks) * self.ranks  # what is missing is padded
         here = self.group is not None
         any_order = self.training or (here and choice.allows_any_order(self.group))
-        for op, outputs, inputs in self.products:
-            sizes = rows, outputs, inputs
+
+        def serial(op: str, *sizes: int) -> bool:
             call = registry.call_of(op, self.gpu, self.dtype, self.ranks, sizes, any_order, mode)
             picked = choice.choose(call).implementation if here else choice.listed(call)[0]
-            if picked in registry.SERIAL:
+            return picked in registry.SERIAL
+
+        for op, *sizes in self.products:
+            ways = (
+                (GRADIENTS, SCATTER) if op == GRADIENTS else (op,)
+            )  # the one has the other within
+            if all(serial(each, rows, *sizes) for each in ways):
                 return False
         return True
 
