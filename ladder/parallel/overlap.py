@@ -64,9 +64,8 @@ class Overlap:
             return picked in registry.SERIAL
 
         for op, *sizes in self.products:
-            ways = (
-                (GRADIENTS, SCATTER) if op == GRADIENTS else (op,)
-            )  # the one has the other within
+            # Gradients one by one are by a scatter of their own.
+            ways = (GRADIENTS, SCATTER) if op == GRADIENTS else (op,)
             if all(serial(each, rows, *sizes) for each in ways):
                 return False
         return True
