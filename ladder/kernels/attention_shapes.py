@@ -9,7 +9,7 @@ FULL = 96  # programs that fill the GPU without a split
 FEW = 8  # sequences times KV heads
 MAX_SPLITS = 128
 LONG = 128  # blocks: of 64 keys, 8k tokens
-LONG_OF_FEW, LONG_OF_FEW_E4M3 = 1024, 512
+LONG_OF_FEW, LONG_OF_FEW_E4M3 = 1024, 512  # 64k and 32k tokens
 CHEAP_SPLITS = 32  # up to here the combination is not weighed against the reading
 COMBINED = 128 * 128  # numbers combined at once: 128 registers of each thread of 4 warps
 

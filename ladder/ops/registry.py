@@ -12,6 +12,7 @@ table does not name.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ SERIAL = (DEFAULT, ANY_ORDER)  # they do not overlap; by the order of sums
 ANOTHER = "it adds in another order than that of the ranks"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MOVABLE = (*DTYPES, torch.int32, torch.int64)  # of rows that are only moved
-WANTED = {"bool": (bool, "true or false"), "int": (int, "a whole number")}  # of options
+TYPED = {"bool": (bool, "true or false"), "int": (int, "a whole number")}  # of options
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in MOVABLE}
 
 
@@ -128,13 +129,23 @@ def check_types(where: str, implementation: Implementation, options: Mapping[str
 
     `where` begins the message. Options that the implementation does not have are left out.
     """
+    if not options:
+        return
+    declared = _declared(implementation.run)
     for key, value in options.items():
-        if key not in implementation.options:
-            continue
-        declared = str(inspect.signature(implementation.run).parameters[key].annotation)
-        kind = WANTED.get(declared.removesuffix(" | None"))
+        kind = declared.get(key) if key in implementation.options else None
         if kind is not None and type(value) is not kind[0]:
             raise UserError(f"{where}: {key}={value!r} must be {kind[1]}")
+
+
+@functools.cache  # the packaged table asks for hundreds of entries
+def _declared(run: Callable[..., Any]) -> dict[str, tuple[type, str]]:
+    """The types of TYPED among a function's parameters, by name."""
+    said = {
+        name: str(each.annotation).removesuffix(" | None")
+        for name, each in inspect.signature(run).parameters.items()
+    }
+    return {name: TYPED[kind] for name, kind in said.items() if kind in TYPED}
 
 
 def bucket(sizes: Sequence[int]) -> tuple[int, ...]:

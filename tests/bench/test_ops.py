@@ -212,10 +212,7 @@ def test_tuning_tries_every_option_that_an_implementation_has() -> None:
         (["--dtype", "int8"], "unknown --dtype 'int8'; known: bfloat16, float16, float32, float64"),
         (["--implementations", "stagedd"], "unknown --implementations 'stagedd' (did you mean"),
         (["--implementations", "staged:x=1"], "'x=1' is no option; staged has none"),
-        (
-            ["--implementations", "chunked:pairs=maybe"],
-            "pairs='maybe' must be true or false",
-        ),
+        (["--implementations", "chunked:pairs=maybe"], "pairs='maybe' must be true or false"),
         (["--implementations", "chunked:streams=two"], "streams='two' must be a whole number"),
         (["--implementations", "chunked:streams=true"], "streams=True must be a whole number"),
         (["--tune", "--implementations", "staged"], "--tune with --implementations: leave one"),

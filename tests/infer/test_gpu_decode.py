@@ -37,9 +37,9 @@ pytestmark = [
 ]
 
 
-# Every plan takes numbers of rows without tensor cores and with them, of each size of tile; three
-# plans take those for which kernels are made apart, and one beyond the products' rows, too.
-COUNTS = (1, 3, 16, 33, MAX_ROWS)
+# Every plan takes numbers of rows without tensor cores and with them, of each size of tile, and one
+# beyond the products' rows; three take those for which kernels are made apart, too.
+COUNTS = (1, 3, 16, 33, MAX_ROWS, MAX_ROWS + 6)
 EVERY_COUNT = (1, 2, 3, 12, 16, 33, MAX_ROWS, MAX_ROWS + 6)
 TURNS = int(os.environ.get("LADDER_TEST_TURNS", "4"))  # 8 replay 11,040 late steps
 FULL = ("standard", "ladder", "a mix of everything")

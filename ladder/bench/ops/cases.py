@@ -19,7 +19,6 @@ from ladder.bench.ops.points import (
     EXPERTS,
     FEW,
     FLOATS,
-    GRADIENTS,
     OF_EXPERTS,
     SEND,
     TABLE_ROWS,
@@ -29,6 +28,7 @@ from ladder.comm import collectives
 from ladder.kernels.bags import pool_bags
 from ladder.ops import exchange
 from ladder.ops.backend import scattered_sum
+from ladder.ops.gradients import GRADIENTS
 from ladder.ops.products import transposed_product
 from ladder.ops.registry import ANY_ORDER, DEFAULT, OPERATORS
 

@@ -9,6 +9,7 @@ from typing import Any
 from ladder.config import configs_folder, model_config, parse_json
 from ladder.costs import product_shapes
 from ladder.models.errors import UserError, unknown
+from ladder.ops.gradients import GRADIENTS
 from ladder.ops.registry import DTYPES, OPERATORS, Implementation, check_types
 
 COLUMNS = ("all_gather_matmul",)  # of a matrix that is split by columns
@@ -16,7 +17,6 @@ ROWS = (
     "matmul_reduce_scatter", "matmul_all_reduce", "linear_all_reduce",
     "matmul_reduce_scatter_add_rms_norm", "matmul_all_reduce_add_rms_norm",
 )  # fmt: skip
-GRADIENTS = "all_gather_matmul_backward"  # of the same matrix, in the backward pass
 BAGS, EXPERTS = "embedding_bag_all_to_all", "matmul_all_to_all"
 SEND, BACK = "all_to_all_rows", "return_rows"  # of the rows that experts get, and give back
 OF_EXPERTS = (EXPERTS, SEND, BACK)

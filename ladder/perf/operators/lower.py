@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ladder.bench.ops.points import COLUMNS, GRADIENTS, OpPoint
+from ladder.bench.ops.points import COLUMNS, OpPoint
 from ladder.costs import BF16
 from ladder.kernels.gemm import GROUP, tiles_of
 from ladder.ops import schedules, track_schedules
 from ladder.ops.blocks import WHOLE, Blocks
+from ladder.ops.gradients import GRADIENTS
 from ladder.ops.overlapped import tracked_map
 from ladder.ops.steps import Schedule, Word, Work
 from ladder.ops.summing import PIECES, pieces_of

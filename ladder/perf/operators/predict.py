@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ladder.bench.ops.derive import ect_us, efficiency
-from ladder.bench.ops.points import GRADIENTS, OpPoint, Variant, calls_of
+from ladder.bench.ops.points import OpPoint, Variant, calls_of
 from ladder.comm.capture import Mode
 from ladder.costs import BF16
 from ladder.models.errors import UserError
+from ladder.ops.gradients import GRADIENTS
 from ladder.ops.pushed import LARGEST
 from ladder.ops.registry import ANY_ORDER, DEFAULT
 from ladder.perf.machine import Machine
