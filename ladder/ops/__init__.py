@@ -14,6 +14,7 @@ from ladder.ops import (
     gradients,
     landings,
     overlapped,
+    overlapped_gradients,
     products,
     pushed,
     pushed_bags,
@@ -29,6 +30,6 @@ from ladder.ops.choice import Choice, explain, use
 
 __all__ = [
     "Choice", "allow_any_order", "as_captured", "backend", "bags", "blocked", "explain",
-    "gradients", "landings", "overlapped", "products", "pushed", "pushed_bags", "pushed_experts",
-    "pushed_rows", "ring", "rows", "spread", "summing", "use",
+    "gradients", "landings", "overlapped", "overlapped_gradients", "products", "pushed",
+    "pushed_bags", "pushed_experts", "pushed_rows", "ring", "rows", "spread", "summing", "use",
 ]  # fmt: skip

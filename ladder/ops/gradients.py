@@ -1,12 +1,12 @@
-"""The gradients of `all_gather_matmul`: those of the matrices hide the sum over the ranks.
+"""The gradients of `all_gather_matmul` and `matmul_reduce_scatter`: two products, one exchange.
 
-The gradient of A is a product and a reduce-scatter, that of a matrix a product alone, which needs
-nothing of other ranks. So the last of the ranks' parts travel while it runs.
+Those of a gather's product exchange the sum of one product, and the other needs nothing of other
+ranks. Those of a scatter's product both read the gradient of all rows, and can begin with each
+rank's. `ladder.ops.overlapped_gradients` does both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.models.errors import UserError
-from ladder.ops import workspace
-from ladder.ops.blocks import STREAMS, check_streams
-from ladder.ops.calls import execute, operator, rows_back, rows_first, rows_of, scattered, size_of
+from ladder.ops.calls import execute, gathered, operator, rows_of, scattered, size_of
 from ladder.ops.checks import (
     check_dim,
     check_divisible,
@@ -25,78 +23,41 @@ from ladder.ops.checks import (
     check_rows,
     check_shape,
 )
-from ladder.ops.collectives import all_gather, reduce_scatter
-from ladder.ops.finish import adding
-from ladder.ops.overlapped import SCATTER, scatter_chunks
+from ladder.ops.collectives import all_gather, averaged, reduce_scatter
 from ladder.ops.products import all_gather_matmul, matmul_reduce_scatter, transposed_product
-from ladder.ops.refusals import peer_refusal
-from ladder.ops.registry import Call, define, implement
-from ladder.ops.waves import by_chunks
+from ladder.ops.registry import define, implement
 
-GRADIENTS = "all_gather_matmul_backward"
+GATHER_BACKWARD, SCATTER_BACKWARD = "all_gather_matmul_backward", "matmul_reduce_scatter_backward"
+
+
+# -- all_gather_matmul ------------------------------------------------------------------------
 
 define(
-    GRADIENTS,
+    GATHER_BACKWARD,
     ("m", "n", "k"),
     lambda ranks, whole, Bs: (rows_of(whole), whole[-1], sum(B[1] for B in Bs)),
 )
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
+def joined(parts: list[Tensor], dim: int) -> Tensor:
     """As torch.cat, which copies one tensor, too."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-@implement(GRADIENTS, "staged")
-def staged_gradients(
+@implement(GATHER_BACKWARD, "staged")
+def staged_gather_gradients(
     group: dist.ProcessGroup, whole: Tensor, Bs: list[Tensor], grads: list[Tensor], gather_dim: int
 ) -> tuple[Tensor, list[Tensor]]:
     """One after the other; the reduce-scatter by what is picked for it."""
-    joined, matrix = _joined(grads, -1), _joined(Bs, 1).t()
-    own: Tensor = matmul_reduce_scatter(joined, matrix, "sum", gather_dim, group.group_name)
+    grad, matrix = joined(grads, -1), joined(Bs, 1).t()
+    own: Tensor = matmul_reduce_scatter(grad, matrix, "sum", gather_dim, group.group_name)
     of_Bs = [transposed_product(whole, grad, B) for grad, B in zip(grads, Bs, strict=True)]
     return own, of_Bs
 
 
-def _surplus(call: Call, options: Mapping[str, Any]) -> float:
-    """Of products one after the other, on one stream, whatever the streams of the sum."""
-    return by_chunks(1)(call, {})
-
-
-@implement(GRADIENTS, "chunked", peer_refusal, STREAMS, surplus=_surplus)
-def chunked_gradients(
-    group: dist.ProcessGroup, whole: Tensor, Bs: list[Tensor], grads: list[Tensor], gather_dim: int,
-    streams: int = 1,
-) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """The reduce-scatter as by `chunked`, and the matrices' gradients behind its products.
-
-    streams: 1: the sum waits for their end; 2: it may run in their midst.
-    """
-    check_streams(streams)
-    rows = rows_first(_joined(grads, -1), gather_dim)
-    matrix = _joined(Bs, 1).t()
-    # As `transposed_product` computes them and lays them out: over rows in any order.
-    x, of_rows = whole.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
-    of_Bs = [
-        B.new_empty(B.t().shape).t() if B.stride(0) < B.stride(1) else B.new_empty(B.shape)
-        for B in Bs
-    ]
-
-    def beside() -> None:
-        for grad, out in zip(of_rows, of_Bs, strict=True):
-            if out.is_contiguous():
-                torch.mm(x.t(), grad, out=out)
-            else:
-                torch.mm(grad.t(), x, out=out.t())
-
-    space = workspace.workspace(group, SCATTER, whole.device)
-    memory = (x, *of_rows, *of_Bs)  # their layouts tell calls apart, too
-    own, finish = adding(space.world, rows, matrix, False)
-    scatter_chunks(space, rows, matrix, finish, (1, 1, streams), beside=(beside, memory))
-    return rows_back(own, whole, gather_dim), of_Bs
-
-
-def _check(whole: Tensor, Bs: list[Tensor], grads: list[Tensor], dim: int, group_name: str) -> int:
+def _check_gather(
+    whole: Tensor, Bs: list[Tensor], grads: list[Tensor], dim: int, group_name: str
+) -> int:
     if not Bs or len(Bs) != len(grads):
         raise UserError(
             f"{len(Bs)} matrices Bs and {len(grads)} gradients; expected as many, one at least"
@@ -115,7 +76,7 @@ def _check(whole: Tensor, Bs: list[Tensor], grads: list[Tensor], dim: int, group
 
 
 @operator(
-    GRADIENTS,
+    GATHER_BACKWARD,
     schema="(Tensor whole, Tensor[] Bs, Tensor[] grads, int gather_dim, str group_name)"
     " -> (Tensor, Tensor[])",
 )
@@ -128,21 +89,21 @@ def all_gather_matmul_backward(
     n_i] each. Returns ([..., m / T, ..., k], this rank's rows of the ranks' sum of grads @ B^T, and
     whole^T @ grad for each B). It has no gradient itself.
     """
-    _check(whole, Bs, grads, gather_dim, group_name)
+    _check_gather(whole, Bs, grads, gather_dim, group_name)
     shapes = whole.shape, [B.shape for B in Bs]
-    return execute(GRADIENTS, group_name, whole, shapes, whole, Bs, grads, gather_dim)
+    return execute(GATHER_BACKWARD, group_name, whole, shapes, whole, Bs, grads, gather_dim)
 
 
 @all_gather_matmul_backward.register_fake
 def _(
     whole: Tensor, Bs: list[Tensor], grads: list[Tensor], gather_dim: int, group_name: str
 ) -> tuple[Tensor, list[Tensor]]:
-    ranks = _check(whole, Bs, grads, gather_dim, group_name)
+    ranks = _check_gather(whole, Bs, grads, gather_dim, group_name)
     own = scattered(whole, gather_dim, ranks)
     return own, [transposed_product(whole, grad, B) for grad, B in zip(grads, Bs, strict=True)]
 
 
-def _setup(
+def _gather_setup(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
 ) -> None:
     A, Bs, ctx.dim, ctx.group = inputs
@@ -151,7 +112,7 @@ def _setup(
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_A: Any, grads: list[Any]) -> tuple[Any, ...]:
+def _gather_backward(ctx: Any, grad_A: Any, grads: list[Any]) -> tuple[Any, ...]:
     A, *Bs = ctx.saved_tensors
     needs_A, needs_Bs = ctx.needs_input_grad[:2]
     grads = [
@@ -163,11 +124,11 @@ def _backward(ctx: Any, grad_A: Any, grads: list[Any]) -> tuple[Any, ...]:
         return *all_gather_matmul_backward(A, Bs, grads, ctx.dim, ctx.group), None, None
     own: Tensor | None = None
     if needs_A:
-        joined, matrix = _joined(grads, -1), _joined(Bs, 1).t()
+        grad, matrix = joined(grads, -1), joined(Bs, 1).t()
         if grad_A is None:
-            own = matmul_reduce_scatter(joined, matrix, "sum", ctx.dim, ctx.group)
+            own = matmul_reduce_scatter(grad, matrix, "sum", ctx.dim, ctx.group)
         else:
-            own = reduce_scatter(joined @ matrix + grad_A, "sum", ctx.dim, ctx.group)
+            own = reduce_scatter(grad @ matrix + grad_A, "sum", ctx.dim, ctx.group)
     of_Bs: list[Tensor | None] = [None for _ in Bs]
     if any(needs_Bs):
         whole = A if ctx.whole else all_gather(A, ctx.dim, ctx.group)
@@ -184,4 +145,84 @@ def _zeros(ctx: Any, A: Tensor, B: Tensor) -> Tensor:
     return A.new_zeros((*shape[:-1], B.shape[1]))
 
 
-all_gather_matmul.register_autograd(_backward, setup_context=_setup)
+all_gather_matmul.register_autograd(_gather_backward, setup_context=_gather_setup)
+
+
+# -- matmul_reduce_scatter --------------------------------------------------------------------
+
+define(SCATTER_BACKWARD, ("m", "n", "k"), lambda ranks, A, B: (rows_of(A), A[-1], B[1]))
+
+
+@implement(SCATTER_BACKWARD, "staged")
+def staged_scatter_gradients(
+    group: dist.ProcessGroup, grad: Tensor, A: Tensor, B: Tensor, scatter_dim: int
+) -> tuple[Tensor, Tensor]:
+    """One after the other; the gather by what is picked for it."""
+    whole, (of_A,) = all_gather_matmul(grad, [B.t()], scatter_dim, group.group_name)
+    return of_A, transposed_product(A, whole, B)
+
+
+def _check_scatter(grad: Tensor, A: Tensor, B: Tensor, dim: int, group_name: str) -> int:
+    check_rows("A", A)
+    check_like("A", A, grad=grad, B=B)
+    check_matrix("B", B, "A", A)
+    check_dim("scatter_dim", dim, "A", A)
+    ranks = size_of(group_name)
+    check_divisible("A", A.shape[dim], dim, ranks)
+    shape = list(scattered(A, dim, ranks, B.shape[1]).shape)
+    check_shape("grad", grad, shape, "this rank's rows of A @ B")
+    return ranks
+
+
+@operator(SCATTER_BACKWARD)
+def matmul_reduce_scatter_backward(
+    grad: Tensor, A: Tensor, B: Tensor, scatter_dim: int, group_name: str
+) -> tuple[Tensor, Tensor]:
+    """The gradients of A and B of `matmul_reduce_scatter`'s sum, from that of this rank's rows.
+
+    grad: [..., m / T at scatter_dim, ..., n]. A: [..., m, ..., k]. B: [k, n]. Returns the ranks'
+    grad @ B^T, [..., m, ..., k], and A^T @ the ranks' grad, [k, n]. It has no gradient itself.
+    """
+    _check_scatter(grad, A, B, scatter_dim, group_name)
+    shapes = A.shape, B.shape
+    return execute(SCATTER_BACKWARD, group_name, A, shapes, grad, A, B, scatter_dim)
+
+
+@matmul_reduce_scatter_backward.register_fake
+def _(
+    grad: Tensor, A: Tensor, B: Tensor, scatter_dim: int, group_name: str
+) -> tuple[Tensor, Tensor]:
+    whole = gathered(grad, scatter_dim, _check_scatter(grad, A, B, scatter_dim, group_name))
+    return A.new_empty(A.shape), transposed_product(A, whole, B)
+
+
+def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    A, B, ctx.reduce_op, ctx.dim, ctx.group = inputs
+    ctx.save_for_backward(A, B)
+
+
+def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return *scatter_gradients(ctx, averaged(ctx, grad), *ctx.saved_tensors), None, None, None
+
+
+def scatter_gradients(
+    ctx: Any, grad: Tensor, A: Tensor, B: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of A and B, as far as they are needed, from that of this rank's rows."""
+    needs_A, needs_B = ctx.needs_input_grad[:2]
+    # With gradients on, these are to be differentiated themselves, as the operator is not.
+    if needs_A and needs_B and not torch.is_grad_enabled():
+        of_both: tuple[Tensor, Tensor] = matmul_reduce_scatter_backward(
+            grad, A, B, ctx.dim, ctx.group
+        )
+        return of_both
+    whole: Tensor | None = None
+    grad_A: Tensor | None = None
+    if needs_A:
+        whole, (grad_A,) = all_gather_matmul(grad, [B.t()], ctx.dim, ctx.group, return_A=needs_B)
+    elif needs_B:
+        whole = all_gather(grad, ctx.dim, ctx.group)
+    return grad_A, None if whole is None or not needs_B else transposed_product(A, whole, B)
+
+
+matmul_reduce_scatter.register_autograd(_scatter_backward, setup_context=_scatter_setup)

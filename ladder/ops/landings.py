@@ -28,7 +28,8 @@ from ladder.ops.checks import (
     check_shape,
 )
 from ladder.ops.collectives import all_reduce
-from ladder.ops.products import gather_backward, transposed_product
+from ladder.ops.gradients import scatter_gradients
+from ladder.ops.products import transposed_product
 from ladder.ops.registry import define, implement
 
 SIZES = ("m", "n", "k")
@@ -154,7 +155,7 @@ def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _scatter_backward(ctx: Any, grad_landed: Tensor, grad_normed: Tensor) -> tuple[Any, ...]:
     A, B, landed, weight = ctx.saved_tensors
     of_sum, of_weight = norm_backward(ctx, landed, weight, grad_landed, grad_normed)
-    return *gather_backward(ctx, of_sum, A, B), of_sum, of_weight, None, None, None
+    return *scatter_gradients(ctx, of_sum, A, B), of_sum, of_weight, None, None, None
 
 
 matmul_reduce_scatter_add_rms_norm.register_autograd(

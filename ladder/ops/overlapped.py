@@ -44,7 +44,8 @@ from ladder.ops.track import Program, TrackMap
 from ladder.ops.track_maps import all_to_all, rotated
 from ladder.ops.waves import by_chunks, by_tiles
 
-SCATTER, LANDING = "matmul_reduce_scatter", "matmul_reduce_scatter_add_rms_norm"
+GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+LANDING = "matmul_reduce_scatter_add_rms_norm"
 Beside = tuple[Callable[[], None], tuple[Tensor, ...]]  # see `scatter_chunks`
 
 
@@ -55,14 +56,14 @@ def _table(values: Any, device: torch.device, dtype: torch.dtype = torch.int32) 
 # -- all_gather_matmul ------------------------------------------------------------------------
 
 
-@implement("all_gather_matmul", "chunked", peer_refusal, STREAMS, surplus=by_chunks(1))
+@implement(GATHER, "chunked", peer_refusal, STREAMS, surplus=by_chunks(1))
 def chunked_all_gather_matmul(
     group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool,
     streams: int = 1,
 ) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
     """streams: 2: products take turns on two, so that one begins while another's tiles end."""
     check_streams(streams)
-    space = workspace.workspace(group, "all_gather_matmul", A.device)
+    space = workspace.workspace(group, GATHER, A.device)
     own = rows_first(A, gather_dim).contiguous()
     return _gathered(*gather_chunks(space, own, Bs, return_A, streams), A, gather_dim)
 
@@ -102,13 +103,13 @@ def _gathering(
     return {"copy": lambda q: slots[q][rank].copy_(own, non_blocking=True), "keep": keep}
 
 
-@implement("all_gather_matmul", "waiting", kernel_refusal, ORDERED, surplus=by_tiles(tile_of))
+@implement(GATHER, "waiting", kernel_refusal, ORDERED, surplus=by_tiles(tile_of))
 def waiting_all_gather_matmul(
     group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool,
     tile: str | None = None, stages: int | None = None, group_m: int = GROUP,
 ) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
     own, tiling = rows_first(A, gather_dim).contiguous(), tiling_of(tile, stages, group_m)
-    space = workspace.workspace(group, "all_gather_matmul", A.device)
+    space = workspace.workspace(group, GATHER, A.device)
     rank, world = space.rank, space.world
     chosen, slots = space.begin(own.shape, own.dtype, dense=True)
     whole, outs = _outputs(world, own, Bs, return_A)
@@ -162,9 +163,7 @@ def _gathered(
 # -- matmul_reduce_scatter, and its landing ---------------------------------------------------
 
 
-@implement(
-    "matmul_reduce_scatter", "chunked", peer_refusal, (*BLOCKS, "pairs"), surplus=by_chunks(1)
-)
+@implement(SCATTER, "chunked", peer_refusal, (*BLOCKS, "pairs"), surplus=by_chunks(1))
 def chunked_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int,
     blocks: int = 1, ratio: int = 1, streams: int = 1, pairs: bool = False,

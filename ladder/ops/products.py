@@ -32,13 +32,7 @@ from ladder.ops.checks import (
     check_rows,
     check_shape,
 )
-from ladder.ops.collectives import (
-    all_gather,
-    all_reduce,
-    averaged,
-    staged_all_gather,
-    staged_reduce_scatter,
-)
+from ladder.ops.collectives import all_reduce, staged_all_gather, staged_reduce_scatter
 from ladder.ops.registry import define, implement
 
 FEW_BYTES = 2**21  # of a partial that each rank gathers from all
@@ -157,34 +151,6 @@ def matmul_reduce_scatter(
 def _(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
     ranks = _check_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     return scattered(A, scatter_dim, ranks, B.shape[1])
-
-
-def _matmul_reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    A, B, ctx.reduce_op, ctx.dim, ctx.group = inputs
-    ctx.save_for_backward(A, B)
-
-
-def _matmul_reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return *gather_backward(ctx, averaged(ctx, grad), *ctx.saved_tensors), None, None, None
-
-
-def gather_backward(
-    ctx: Any, grad: Tensor, A: Tensor, B: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of A and B from that of this rank's rows of the sum of all A @ B."""
-    needs_A, needs_B = ctx.needs_input_grad[:2]
-    whole: Tensor | None = None
-    grad_A: Tensor | None = None
-    if needs_A:
-        whole, (grad_A,) = all_gather_matmul(grad, [B.t()], ctx.dim, ctx.group, return_A=needs_B)
-    elif needs_B:
-        whole = all_gather(grad, ctx.dim, ctx.group)
-    return grad_A, None if whole is None or not needs_B else transposed_product(A, whole, B)
-
-
-matmul_reduce_scatter.register_autograd(
-    _matmul_reduce_scatter_backward, setup_context=_matmul_reduce_scatter_setup
-)
 
 
 # -- matmul_all_reduce, linear_all_reduce -----------------------------------------------------

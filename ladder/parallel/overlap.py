@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # what predictions ask here needs no torch
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 LANDING = "matmul_reduce_scatter_add_rms_norm"
-GRADIENTS = "all_gather_matmul_backward"
+GATHER_BACKWARD, SCATTER_BACKWARD = "all_gather_matmul_backward", "matmul_reduce_scatter_backward"
+ALONE = {GATHER_BACKWARD: SCATTER, SCATTER_BACKWARD: GATHER}  # what exchanges in them
 FIRST, LAST = ("qkv", "gate-up"), ("output", "down")  # the products of a sublayer
 
 
@@ -44,8 +45,8 @@ class Overlap:
         found = [(GATHER, *shapes[part]) for part in FIRST]
         found += [(last, *shapes[part]) for part in LAST]
         if training:  # a gradient's product is by the transposed matrix, and its operator the other
-            found += [(GRADIENTS, *shapes[part][::-1]) for part in FIRST]
-            found += [(GATHER, *shapes[part][::-1]) for part in LAST]
+            found += [(GATHER_BACKWARD, *shapes[part][::-1]) for part in FIRST]
+            found += [(SCATTER_BACKWARD, *shapes[part][::-1]) for part in LAST]
         self.products = tuple(found)
         self.gpu, self.ranks, self.dtype, self.group = gpu, ranks, dtype, group
         self.training = training
@@ -64,8 +65,8 @@ class Overlap:
             return picked in registry.SERIAL
 
         for op, *sizes in self.products:
-            # Gradients one by one are by a scatter of their own.
-            ways = (GRADIENTS, SCATTER) if op == GRADIENTS else (op,)
+            # Gradients one by one are by an exchange of their own.
+            ways = (op, ALONE[op]) if op in ALONE else (op,)
             if all(serial(each, rows, *sizes) for each in ways):
                 return False
         return True

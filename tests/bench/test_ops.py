@@ -161,6 +161,8 @@ def test_points() -> None:
         ("all_gather_matmul", "llama-3-8b:backward down", 14336, 4096),
         ("all_gather_matmul_backward", "llama-3-8b:backward qkv", 4096, 6144),
         ("all_gather_matmul_backward", "llama-3-8b:backward gate-up", 4096, 28672),
+        ("matmul_reduce_scatter_backward", "llama-3-8b:backward o", 4096, 4096),
+        ("matmul_reduce_scatter_backward", "llama-3-8b:backward down", 14336, 4096),
     }
     few, _ = expand(options(shapes=["gemv"]), 4, cpu=False)
     assert {(p.op, p.m, p.k) for p in few} == {("linear_all_reduce", m, 8192) for m in (1, 8, 64)}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ladder.kernels.prefill import land_rows_reference
 from ladder.ops.blocks import Blocks
-from ladder.ops.gradients import GRADIENTS
+from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.products import transposed_product
 from ladder.ops.registry import OPERATORS
 from tests.ops.everyone import in_order
@@ -21,8 +21,11 @@ IMPLEMENTATIONS = {
     "matmul_all_reduce": ("chunked", "summing", "ring"),
     "matmul_reduce_scatter_add_rms_norm": ("chunked", "tracked"),
     "matmul_all_reduce_add_rms_norm": ("chunked",),
-    GRADIENTS: ("chunked",),
+    GATHER_BACKWARD: ("chunked",),
+    SCATTER_BACKWARD: ("chunked",),
 }
+BACKWARD = (GATHER_BACKWARD, SCATTER_BACKWARD)
+OF_SHARDS = ("all_gather_matmul", SCATTER_BACKWARD)  # A is a rank's rows alone
 WHOLE = ("matmul_all_reduce", "matmul_all_reduce_add_rms_norm")  # of any number of rows
 EPS = 1e-3
 TILE: dict[str, Any] = {"tile": "16x32x16", "stages": 2}
@@ -115,6 +118,11 @@ def ring_owners(op: str, rows: int, world: int, options: dict[str, Any]) -> list
     return found
 
 
+def read_by(B: Tensor, rows: int) -> Tensor:
+    """What products read whose matrix is B transposed: whole numbers, so that sums are exact."""
+    return landing(rows, B)[0].round()
+
+
 def arguments(op: str, A: Tensor, B: Tensor, other: bool, world: int = 1) -> tuple[Any, ...]:
     """world: the ranks that share the rows of the sum. other: an average, or with an addend."""
     if lands(op):
@@ -123,8 +131,10 @@ def arguments(op: str, A: Tensor, B: Tensor, other: bool, world: int = 1) -> tup
         return (A, B, residual, weight, EPS, *((0,) if scattered else ()))
     if op == "all_gather_matmul":
         return A, [B, B[:, :5]], 0, True
-    if op == GRADIENTS:  # of A @ B, where A is the gradient
-        return landing(len(A), B)[0], [B.t()], [A], 0
+    if op == GATHER_BACKWARD:  # of A @ B, where A is the gradient
+        return read_by(B, len(A)), [B.t()], [A], 0
+    if op == SCATTER_BACKWARD:  # of x @ B^T, where A is the gradient of a rank's rows
+        return A, read_by(B, world * len(A)), B.t(), 0
     if op == "matmul_reduce_scatter":
         return A, B, "avg" if other else "sum", 0
     if op == "linear_all_reduce":
@@ -147,7 +157,7 @@ def check_same(
     averaged: by `ring`, whose products scale on the way, each of torch's in its own way.
     """
     for n, (out, exact) in enumerate(zip(found, wanted, strict=True)):
-        if op == GRADIENTS and n == 1:  # it has the matrix's layout
+        if op in BACKWARD and n == 1:  # it has the matrix's layout
             assert out.stride() == exact.stride(), what
         else:
             assert out.is_contiguous(), what
@@ -157,6 +167,26 @@ def check_same(
         )
 
 
+def added_gradients(inputs: list[Any], rank: int, options: dict[str, Any]) -> list[Tensor]:
+    """Of the matrix rounded after each rank's rows, the own ones first, or after those of two."""
+    world, B = len(inputs), inputs[rank][1]
+    grads = [A for A, _ in inputs]
+    x = read_by(B, world * len(grads[0])).split(len(grads[0]))
+    peers = [(rank + step) % world for step in range(1, world)]
+    parts = [[rank], *([q] for q in peers)]
+    if options.get("pairs"):
+        kept = [q for q in peers if q ^ 1 in peers and q ^ 1 < world]
+        parts = [[rank], *([q, q + 1] if q in kept else [q]
+                           for q in peers if q not in kept or q % 2 == 0)]  # fmt: skip
+    found: Tensor | None = None
+    for each in parts:
+        of_rows, rows = torch.cat([grads[q] for q in each]).t(), torch.cat([x[q] for q in each])
+        found = of_rows @ rows if found is None else torch.addmm(found, of_rows, rows)
+    assert found is not None
+    as_matrix = found.t() if B.is_contiguous() else found.t().contiguous()
+    return [torch.cat(grads) @ B, as_matrix]
+
+
 def options_of(op: str, name: str) -> list[dict[str, Any]]:
     if (op, name) == ("matmul_all_reduce", "chunked"):
         return BLOCKS + PUSHES
@@ -164,6 +194,8 @@ def options_of(op: str, name: str) -> list[dict[str, Any]]:
         return BLOCKS
     if (op, name) == ("matmul_reduce_scatter", "chunked"):
         return [{}, *BLOCKS, {"streams": 2}, {"pairs": True}, {"streams": 2, "pairs": True}]
+    if op == SCATTER_BACKWARD:
+        return [{}, {"streams": 2}, {"pairs": True}, {"streams": 2, "pairs": True}]
     if name == "chunked":
         return [{}, {"streams": 2}]
     if name == "blocked":
@@ -182,7 +214,9 @@ def expected(
     if op == "all_gather_matmul":
         whole = torch.cat([A for A, _ in inputs])
         return [whole, *(whole @ B for B in (inputs[rank][1], inputs[rank][1][:, :5]))]
-    averaged = other and op not in (*WHOLE, GRADIENTS)
+    if op == SCATTER_BACKWARD:
+        return added_gradients(inputs, rank, options)
+    averaged = other and op not in (*WHOLE, *BACKWARD)
     addend = None
     if other and op == "matmul_all_reduce":
         (addend,) = arguments(op, *inputs[rank], other)[2:]
@@ -199,8 +233,8 @@ def expected(
         residual, weight = landing(len(partials[0]), inputs[rank][1])
         return list(land_rows_reference(partials, residual, weight, EPS))
     total = in_order(partials)
-    if op == GRADIENTS:
+    if op == GATHER_BACKWARD:
         A, B = inputs[rank]
-        x = landing(len(A), B)[0]
+        x = read_by(B, len(A))
         return [total.to(A.dtype), transposed_product(x, A, B.t())]
     return [(total / world if averaged else total).to(inputs[0][0].dtype)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ladder.ops import schedules, track_schedules
-from ladder.ops.gradients import GRADIENTS
+from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.steps import COPIES, Await, Follow, Put, Record, Schedule, Word, Work
 from ladder.ops.track_maps import all_to_all
 from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)
@@ -21,6 +21,7 @@ from tests.ops.overlapped import (
     BLOCKS,
     EVERY,
     IN_BLOCKS,
+    OF_SHARDS,
     WHOLE,
     arguments,
     check_same,
@@ -65,7 +66,7 @@ def provoke(
             machine.rank = rank
             group = Group(rank, everyone)
             for call, (m, n) in enumerate(shapes):
-                per_rank = m // world if op == "all_gather_matmul" else m
+                per_rank = m // world if op in OF_SHARDS else m
                 inputs = operands(world, call, per_rank, n, torch.bfloat16)
                 A, B = (torch.full_like(each, torch.nan) for each in inputs[rank])
                 average = call % 2 == 1
@@ -177,6 +178,10 @@ def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
                     schedules.reduce_scatter, world=world, streams=streams, beside=True
                 ),
             }
+            for pairs in (False, True):
+                found[label("adds", {**options, "pairs": pairs})] = functools.partial(
+                    schedules.all_gather, world=world, streams=streams, adds=True, pairs=pairs
+                )
             found[label("scatter", {**options, "pairs": True})] = functools.partial(
                 schedules.reduce_scatter, world=world, streams=streams, pairs=True
             )
@@ -253,7 +258,7 @@ def steps_to_lose(op: str, name: str, options: dict[str, Any], world: int = 2) -
     """The steps of rank 0 of `world` without which something must fail."""
     gather = op == "all_gather_matmul"
     kind = "kept" if gather else "landing" if lands(op) else "scatter"
-    kind = "beside" if op == GRADIENTS else kind
+    kind = {GATHER_BACKWARD: "beside", SCATTER_BACKWARD: "adds"}.get(op, kind)
     if op in WHOLE:
         kind = "spread" if name == "chunked" else f"{name} spread"
         kind = "push" if options.get("push") else "blocked" if name == "blocked" else kind
@@ -287,7 +292,7 @@ def test_a_schedule_without_a_step_fails(device: str, op: str, name: str) -> Non
     ("op", "options"),
     [
         ("matmul_reduce_scatter", {"blocks": 2}), ("matmul_reduce_scatter", {"pairs": True}),
-        ("matmul_all_reduce", {"blocks": 2}),
+        ("matmul_all_reduce", {"blocks": 2}), (SCATTER_BACKWARD, {"streams": 2, "pairs": True}),
     ],
 )  # fmt: skip
 def test_a_schedule_of_four_ranks_without_a_step_fails(op: str, options: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ladder.ops
 from ladder.kernels.gemm import Tiling, gemm, tiles_of
-from ladder.ops.gradients import GRADIENTS
+from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.registry import OPERATORS
 from ladder.ops.track_maps import rotated
 from ladder.parallel import launch
@@ -26,8 +26,10 @@ from tests.ops.overlapped import (
     EVERY,
     FEW_ROWS,
     IN_BLOCKS,
+    OF_SHARDS,
     PUSHES,
     WHOLE,
+    added_gradients,
     arguments,
     check_same,
     flat,
@@ -106,7 +108,7 @@ def inputs_of(
     rows, n, k = shapes[call % len(shapes)]
     if name in PUSHED:
         rows *= world if "scatter" in op else 1
-    elif op == "all_gather_matmul":
+    elif op in OF_SHARDS:
         rows //= world
     elif op in WHOLE and rows > 1 and name != "summing":
         rows -= 1
@@ -124,9 +126,14 @@ def check(
     op: str, name: str, options: dict[str, Any], turn: object, found: list[Tensor],
     given: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    """Bit for bit `staged`, or, of `ring`, the sums in its own order."""
+    """Bit for bit `staged`, or the sums in its own order, or as it rounds them."""
     averaged = name == "ring" and given[2:3] == ("avg",)
-    wanted = wanted_of(op, given, options) if name == "ring" else staged(op, given)
+    if op == SCATTER_BACKWARD:
+        grads = gathered(given[0])
+        inputs = [(grad, given[2].t()) for grad in grads]
+        wanted = added_gradients(inputs, launch.rank(), options)
+    else:
+        wanted = wanted_of(op, given, options) if name == "ring" else staged(op, given)
     check_same(op, (op, name, options, turn), found, wanted, averaged)
 
 
@@ -134,14 +141,18 @@ def staged(op: str, given: tuple[Any, ...]) -> list[Tensor]:
     return flat(run_of(op, "staged")(dist.group.WORLD, *given))
 
 
+def gathered(x: Tensor) -> list[Tensor]:
+    """That of each rank."""
+    found = [torch.empty_like(x) for _ in range(launch.world_size())]
+    dist.all_gather(found, x)
+    return found
+
+
 def wanted_of(op: str, given: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor]:
     """What `ring` gives."""
     world, rank = launch.world_size(), launch.rank()
     A, B, *more = given
-    partials = [
-        torch.empty(len(A), B.shape[1], dtype=A.dtype, device=A.device) for _ in range(world)
-    ]
-    dist.all_gather(partials, A @ B)
+    partials = gathered(A @ B)
     owners = ring_owners(op, len(A), world, options)
     if op in WHOLE:
         return [ring_sums(partials, owners, addend=more[0] if more else None)]
@@ -220,7 +231,7 @@ def dense(op: str, name: str, dtype: torch.dtype) -> None:
     device = launch.join("cuda")
     world, rank = launch.world_size(), launch.rank()
     source = torch.Generator(device=device).manual_seed(rank)
-    rows = 512 if op == "all_gather_matmul" else 512 * world
+    rows = 512 if op in OF_SHARDS else 512 * world
     rows = 16 if name in PUSHED else rows
     A = torch.randn(rows, 1024, generator=source, device=device).to(dtype)
     B = (torch.randn(768, 1024, generator=source, device=device) / 32).to(dtype).t()
@@ -233,15 +244,21 @@ def dense(op: str, name: str, dtype: torch.dtype) -> None:
     group_name = dist.group.WORLD.group_name
     ops = torch.ops.ladder
     results: list[Tensor] = []
+    others: list[tuple[Tensor, Tensor]] = []  # the matrices' gradients, and exactly
     with ladder.ops.use(op, name):
         for _ in range(2):
             if op == "all_gather_matmul":
                 results += ops.all_gather_matmul(A, [B], 0, group_name, return_A=False)[1]
-            elif op == GRADIENTS:
+            elif op == GATHER_BACKWARD:
                 whole = landing(len(A), B)[0]
-                results.append(
-                    ops.all_gather_matmul_backward(whole, [B.t()], [A], 0, group_name)[0]
-                )
+                found, of_Bs = ops.all_gather_matmul_backward(whole, [B.t()], [A], 0, group_name)
+                results.append(found)
+                others.append((of_Bs[0], whole.double().t() @ A.double()))
+            elif op == SCATTER_BACKWARD:
+                whole = landing(world * len(A), B)[0]
+                found, of_B = ops.matmul_reduce_scatter_backward(A, whole, B.t(), 0, group_name)
+                results.append(found)
+                others.append((of_B, whole.double().t() @ torch.cat(As)))
             elif op == "matmul_reduce_scatter":
                 results.append(ops.matmul_reduce_scatter(A, B, "sum", 0, group_name))
             elif lands(op):
@@ -254,12 +271,14 @@ def dense(op: str, name: str, dtype: torch.dtype) -> None:
             else:
                 results.append(ops.matmul_all_reduce(A, B, group_name))
     total = sum(a @ b for a, b in zip(As, Bs, strict=True))
-    exact = total.chunk(world)[rank] if "scatter" in op or op == GRADIENTS else total
-    if op == "all_gather_matmul":
+    exact = total.chunk(world)[rank] if "scatter" in op or op == GATHER_BACKWARD else total
+    if op in OF_SHARDS:
         exact = torch.cat(As) @ Bs[rank]
     assert torch.equal(*results), "not the same over runs"
     limit = TOLERANCE[dtype] * (3 if lands(op) else 1)  # the residual is rounded, too
-    assert relative_error(results[0], exact) < limit
+    for found, wanted in [(results[0], exact), *others]:
+        assert relative_error(found, wanted) < limit
+    assert all(torch.equal(found, others[0][0]) for found, _ in others)
 
 
 @pytest.mark.parametrize("world", WORLDS)

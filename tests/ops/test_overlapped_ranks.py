@@ -15,7 +15,12 @@ from ladder.comm import driver
 from ladder.kernels.collect import Collector
 from ladder.ops import pushed, workspace
 from ladder.ops.collectives import staged_all_gather
-from ladder.ops.gradients import GRADIENTS, staged_gradients
+from ladder.ops.gradients import (
+    GATHER_BACKWARD,
+    SCATTER_BACKWARD,
+    staged_gather_gradients,
+    staged_scatter_gradients,
+)
 from ladder.ops.landings import staged_everywhere, staged_scatter
 from ladder.ops.products import (
     staged_all_gather_matmul,
@@ -34,6 +39,7 @@ from tests.ops.overlapped import (
     FEW_ROWS,
     IMPLEMENTATIONS,
     IN_BLOCKS,
+    OF_SHARDS,
     WHOLE,
     arguments,
     check_same,
@@ -77,7 +83,8 @@ STAGED = {
     "linear_all_reduce": staged_linear_all_reduce,
     "matmul_reduce_scatter_add_rms_norm": staged_scatter,
     "matmul_all_reduce_add_rms_norm": staged_everywhere,
-    GRADIENTS: staged_gradients,
+    GATHER_BACKWARD: staged_gather_gradients,
+    SCATTER_BACKWARD: staged_scatter_gradients,
 }
 
 
@@ -108,7 +115,7 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
                 pushes = (op, name) in FEW_ROWS
                 if name == "pushed":  # also more rows than the kernel made for few takes
                     rows *= {0: 5, 3: 30}.get(call, 1)
-                if "scatter" in op or not (pushes or op == "all_gather_matmul"):
+                if op not in OF_SHARDS and ("scatter" in op or not pushes):
                     rows *= world
                 if op in WHOLE and name != "summing":
                     rows += call % 3
@@ -121,7 +128,7 @@ def on_ranks(rank: int, world: int, folder: str, which: list[tuple[str, str]]) -
                 every = options_of(op, name)
                 options = every[call % len(every)]
                 found = flat(run_of(op, name)(group, *given, **options))
-                if name == "ring":  # it adds in another order
+                if name == "ring" or op == SCATTER_BACKWARD:  # sums in another order
                     inputs = operands(world, call, rows, n, dtype)
                     wanted = expected(op, name, options, inputs, rank, average)
                     check_same(op, f"{op} on rank {rank}", found, wanted, average)
@@ -167,8 +174,10 @@ def turned(group: Any) -> None:
             out.double(), joined.double() @ Bs[0].double(), rtol=2e-2, atol=2e-2
         )
     exact = sum(A.double() @ B.double() for A, B in zip(As, Bs, strict=True))
-    for name in IMPLEMENTATIONS[GRADIENTS]:
+    for name in IMPLEMENTATIONS[GATHER_BACKWARD]:
         several_gradients(group, name)
+    for name in IMPLEMENTATIONS[SCATTER_BACKWARD]:
+        gradients_in_turn(group, name)
     for name in IMPLEMENTATIONS["matmul_reduce_scatter"]:
         out = run_of("matmul_reduce_scatter", name)(
             group, As[rank], Bs[rank], "sum", 1, **options_of("matmul_reduce_scatter", name)[-1]
@@ -187,15 +196,34 @@ def several_gradients(group: Any, name: str) -> None:
     Bs = [numbers(9, 5, seed=2, **made), numbers(9, 9, seed=3, **made).t(),
           numbers(4, 9, seed=4, **made).t()]  # fmt: skip
     grads = [numbers(2 * world, 4, B.shape[1], seed=5 + rank, **made).transpose(0, 1) for B in Bs]
-    for options in options_of(GRADIENTS, name):
+    for options in options_of(GATHER_BACKWARD, name):
         for dim in (0, 1):
             given = whole, Bs, grads, dim
-            own, of_Bs = run_of(GRADIENTS, name)(group, *given, **options)
-            exact, of_matrices = staged_gradients(group, *given)
+            own, of_Bs = run_of(GATHER_BACKWARD, name)(group, *given, **options)
+            exact, of_matrices = staged_gather_gradients(group, *given)
             torch.testing.assert_close(own, exact, rtol=2e-2, atol=2e-2)
             for found, wanted in zip(of_Bs, of_matrices, strict=True):
                 assert found.stride() == wanted.stride()
                 assert torch.equal(found, wanted)
+
+
+def gradients_in_turn(group: Any, name: str) -> None:
+    """Of matrices in either layout, of rows in any dimension, and of operands that are views: as
+    `staged`, but for the rounding of parts, in its layout."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    made = {"dtype": torch.float16}
+    for B in (numbers(9, 5, seed=2, **made), numbers(5, 9, seed=3, **made).t(),
+              numbers(9, 9, seed=4, **made).t()):  # fmt: skip
+        for dim, shape in enumerate([(4, 2 * world), (4 * world, 2)]):
+            grad = numbers(2, 4, B.shape[1], seed=5 + rank, **made).transpose(0, 1)
+            x = numbers(*shape[::-1], 9, seed=9 + rank, **made).transpose(0, 1)
+            given = grad, x, B, 1 - dim
+            wanted = staged_scatter_gradients(group, *given)
+            for options in options_of(SCATTER_BACKWARD, name):
+                found = run_of(SCATTER_BACKWARD, name)(group, *given, **options)
+                for one, exact in zip(found, wanted, strict=True):
+                    assert one.stride() == exact.stride()
+                    torch.testing.assert_close(one, exact, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(("device", "world"), [on("interpreter", world) for world in (2, 4)])

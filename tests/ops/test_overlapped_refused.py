@@ -12,8 +12,9 @@ import torch
 import ladder.ops
 from ladder.comm import capture
 from ladder.models.errors import UserError
+from ladder.ops import registry
 from ladder.ops.blocks import Blocks
-from ladder.ops.gradients import GRADIENTS
+from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.registry import ANOTHER, OPERATORS
 from tests.distributed import Pools
 from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)
@@ -60,7 +61,7 @@ def test_blocks_of_rows_that_are_no_whole_words_of_16_bytes() -> None:
 def test_what_cannot_run_is_refused_and_nothing_is_picked_unmeasured() -> None:
     for op, names in IMPLEMENTATIONS.items():
         shapes: Any = [(512, 256), (256, 512)]
-        if op in ("all_gather_matmul", GRADIENTS):
+        if op in ("all_gather_matmul", GATHER_BACKWARD):
             shapes = [(512, 256), [(256, 512)]]
         choice = ladder.ops.explain(op, shapes, ranks=4, device="NVIDIA H200")
         assert choice.implementation == "staged"
@@ -80,6 +81,18 @@ def test_what_cannot_run_is_refused_and_nothing_is_picked_unmeasured() -> None:
             shapes = [(512, 256), (256, 16385)]
             why = dict(ladder.ops.explain(op, shapes, ranks=4, device="NVIDIA H200").others)
             assert all("rows of up to 16384 columns" in why[name] for name in names)
+    way = OPERATORS[SCATTER_BACKWARD].implementations["chunked"]
+    call = registry.call_of(
+        SCATTER_BACKWARD, "NVIDIA H200", torch.bfloat16, 4, (512, 256, 512), True, "eager"
+    )
+    assert way.refusal(call) is None
+    setting = "allow_bf16_reduced_precision_reduction"
+    allowed = getattr(torch.backends.cuda.matmul, setting)
+    try:
+        setattr(torch.backends.cuda.matmul, setting, False)
+        assert f"torch.backends.cuda.matmul.{setting}=False forbids" in str(way.refusal(call))
+    finally:
+        setattr(torch.backends.cuda.matmul, setting, allowed)
     for op, name in FEW_ROWS:
         for rows, dtype, words in (
             (64, torch.bfloat16, "not measured as faster"),

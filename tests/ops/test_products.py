@@ -14,7 +14,7 @@ from torch import Tensor
 import ladder.ops
 from ladder.ops import products
 from ladder.ops.checks import check_backend
-from ladder.ops.gradients import _joined
+from ladder.ops.gradients import joined
 from tests.distributed import Pools, mesh
 from tests.ops.everyone import (
     TOLERANCE,
@@ -163,6 +163,8 @@ def checked(rank: int, world_size: int) -> None:
     check_operator(OPS.matmul_reduce_scatter, A, B, "sum", 0, name)
     plain = A.detach(), [B.detach(), B.detach()], [(A @ B).detach()] * 2
     check_operator(OPS.all_gather_matmul_backward, *plain, 0, name)
+    own = (A @ B).detach()[:1]
+    check_operator(OPS.matmul_reduce_scatter_backward, own, A.detach(), B.detach(), 0, name)
     check_operator(OPS.matmul_all_reduce, A, B, name)
     check_operator(OPS.matmul_all_reduce, A, B, name, (A @ B).detach().requires_grad_())
     check_operator(OPS.linear_all_reduce, A, B.detach().t(), name)
@@ -188,6 +190,12 @@ def refused(rank: int, world_size: int) -> None:
     words = r"grads\[0\] has shape \[4, 3\]; expected \[4, 5\], a product of whole and Bs\[0\]"
     check_refused(words, back, A, [B], [A], 0, name)
     check_refused(r"whole has 3 rows in dimension 0", back, A[:3], [B], [grad[:3]], 0, name)
+    back = OPS.matmul_reduce_scatter_backward
+    words = r"grad has shape \[4, 5\]; expected \[2, 5\], this rank's rows of A @ B"
+    check_refused(words, back, grad, A, B, 0, name)
+    check_refused(r"B has shape \[5, 3\]", back, grad[:2], A, B.t(), 0, name)
+    check_refused(r"A has 3 rows in dimension 0", back, grad[:2], A[:3], B, 0, name)
+    check_refused(r"scatter_dim=1 of A \[4, 3\]", back, grad[:2], A, B, 1, name)
     check_refused(r"A is torch.int64; expected bfloat16", gather, A.long(), [B.long()], 0, name)
     check_refused(r"A has shape \[3\]; expected two dimensions", gather, A[0], [B], 0, name)
     check_refused(r"B is on meta and A on cpu", scatter, A, B.to("meta"), "sum", 0, name)
@@ -222,6 +230,11 @@ def twice(rank: int, world_size: int) -> None:
 
         assert torch.autograd.gradgradcheck(gather, (A, B, C))
 
+    def scatter(a: Tensor, b: Tensor) -> Any:
+        return OPS.matmul_reduce_scatter(a, b.t(), "avg", 0, world())
+
+    assert torch.autograd.gradgradcheck(scatter, (A, B))
+
 
 def test_gradients_of_gradients(pools: Pools) -> None:
     pools(1).run(twice)
@@ -233,8 +246,8 @@ def test_torch_accepts_the_operators(pools: Pools) -> None:
 
 def test_the_gradient_of_one_product_is_not_copied() -> None:
     one, two = torch.ones(2, 3), torch.ones(2, 1)
-    assert _joined([one], -1) is one
-    assert _joined([one, two], -1).shape == (2, 4)
+    assert joined([one], -1) is one
+    assert joined([one, two], -1).shape == (2, 4)
 
 
 def test_wrong_arguments_are_refused_by_name(pools: Pools) -> None:

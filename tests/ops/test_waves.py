@@ -26,7 +26,7 @@ from ladder.bench.results import read_results
 from ladder.cli import main
 from ladder.comm.capture import MODES, Mode
 from ladder.ops import Choice, between, choice, explain, use
-from ladder.ops.gradients import GRADIENTS
+from ladder.ops.gradients import GATHER_BACKWARD
 from ladder.ops.registry import OPERATORS, Call, bucket
 from ladder.ops.table import PACKAGED, VARIABLE
 from ladder.ops.waves import count, least_taken, split, taken
@@ -68,7 +68,7 @@ def test_chunks_of_ragged_rows_take_more_tiles() -> None:
     k = 12288
     assert surplus(AG, "chunked", 8192, 24576, k=k) == pytest.approx(48 / 47 - 1)
     assert surplus(AG, "chunked", 8192, 24576, k=k, streams=2) == 0
-    gradients = [surplus(GRADIENTS, "chunked", 5248, 3584, k=1280, streams=n) for n in (1, 2)]
+    gradients = [surplus(GATHER_BACKWARD, "chunked", 5248, 3584, k=1280, streams=n) for n in (1, 2)]
     assert gradients[0] == gradients[1] > 0.3  # the second stream is the sum's
     assert surplus(AG, "waiting", 8192, 24576, k=k) == 0
     assert surplus(AG, "waiting", 514, 24576, k=k) > 0.1  # no tile has rows of two ranks

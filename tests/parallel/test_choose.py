@@ -116,7 +116,8 @@ def test_the_products_of_a_training_step() -> None:
         ("all_gather_matmul", 1536, 4096), ("all_gather_matmul", 7168, 4096),
         ("matmul_reduce_scatter", 4096, 1024), ("matmul_reduce_scatter", 4096, 3584),
         ("all_gather_matmul_backward", 4096, 1536), ("all_gather_matmul_backward", 4096, 7168),
-        ("all_gather_matmul", 1024, 4096), ("all_gather_matmul", 3584, 4096),
+        ("matmul_reduce_scatter_backward", 1024, 4096),
+        ("matmul_reduce_scatter_backward", 3584, 4096),
     )  # fmt: skip
     assert steps(8192, "eager")  # there the table has those gradients' scatters alone
     assert Overlap(model_config("llama-3-8b"), "NVIDIA H200", 4, torch.bfloat16, training=True)(

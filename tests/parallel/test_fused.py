@@ -14,7 +14,7 @@ import ladder.ops
 from ladder.config import model_config
 from ladder.jit import device_name
 from ladder.models import Plan, Ranks, Transformer, UserError, resolve_plan
-from ladder.ops.gradients import GRADIENTS
+from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.parallel import launch
 from ladder.parallel.apply import CHECKPOINTING, make_model
 from ladder.parallel.choose import choose
@@ -165,8 +165,9 @@ def test_checkpointing_and_compilation(pools: Pools, plan: str) -> None:
     a bit. Catches compiled sublayers with products of their own, and graphs that break."""
     counts = calls_of(small_config(SAME_AT_ANY_T[plan], num_layers=2).plan)
     # Backward, each is the other; the rows that were gathered are kept.
-    # A gather's scatter is within the operator of its gradients, which counts for itself.
-    backward = {GATHER: counts[SCATTER], SCATTER: counts[GATHER], GRADIENTS: counts[GATHER]}
+    # These are within the operators of the gradients, which count for themselves.
+    backward = {GATHER: counts[SCATTER], SCATTER: counts[GATHER], GATHER_BACKWARD: counts[GATHER],
+                SCATTER_BACKWARD: counts[SCATTER]}  # fmt: skip
     every = sum(counts.values())
     again = {**backward, GATHER: every - 1, SCATTER: every}  # not the head's
     unused = {**again, SCATTER: backward[SCATTER]}  # a compiler sees that a sum is not read again

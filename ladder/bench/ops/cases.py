@@ -28,7 +28,8 @@ from ladder.comm import collectives
 from ladder.kernels.bags import pool_bags
 from ladder.ops import exchange
 from ladder.ops.backend import scattered_sum
-from ladder.ops.gradients import GRADIENTS
+from ladder.ops.collectives import staged_all_gather
+from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.products import transposed_product
 from ladder.ops.registry import ANY_ORDER, DEFAULT, OPERATORS
 
@@ -75,8 +76,10 @@ def make_case(point: OpPoint, group: dist.ProcessGroup, device: torch.device) ->
         return _experts(point, group, device)
     if point.op in OF_EXPERTS:
         return _moved(point, group, device)
-    if point.op == GRADIENTS:
-        return _gradients(point, group, device)
+    if point.op == GATHER_BACKWARD:
+        return _gather_gradients(point, group, device)
+    if point.op == SCATTER_BACKWARD:
+        return _scatter_gradients(point, group, device)
     return _columns(point, group, device) if point.op in COLUMNS else _rows(point, group, device)
 
 
@@ -165,7 +168,7 @@ def _rows(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Cas
     )  # fmt: skip
 
 
-def _gradients(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Case:
+def _gather_gradients(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Case:
     """Of one matrix, that reads n columns and has k on all ranks."""
     whole = _random(point, device, point.m, point.n)
     grad = _random(point, device, point.m, point.k // point.ranks)
@@ -174,11 +177,8 @@ def _gradients(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -
     dist.all_reduce(exact, group=group)
     exact = exact.chunk(point.ranks)[dist.get_rank(group)]
     of_B = whole.double().t() @ grad.double()
-    partial, out = torch.empty_like(whole), torch.empty_like(weight)
+    partial = torch.empty_like(whole)
     products = _products(grad, weight.t(), partial, point.ranks)
-
-    def both(product: Call) -> Call:
-        return lambda: (product(), torch.mm(grad.t(), whole, out=out))
 
     def collective() -> tuple[Tensor, list[Tensor]]:
         own = scattered_sum(group, grad @ weight)
@@ -186,9 +186,40 @@ def _gradients(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -
 
     return Case(
         point, (whole, [weight.t()], [grad], 0), {}, (whole.shape, [weight.t().shape]),
-        {name: both(product) for name, product in products.items()}, {"": collective},
+        _with(products, grad.t(), whole, torch.empty_like(weight)), {"": collective},
         lambda result: [result[0], *result[1]], [exact, of_B],
         (point.ranks - 1) / point.ranks * partial.nbytes, group,
+    )  # fmt: skip
+
+
+def _with(products: dict[str, Call], first: Tensor, second: Tensor, out: Tensor) -> dict[str, Call]:
+    """Each, and the product of these."""
+
+    def both(product: Call) -> Call:
+        return lambda: (product(), torch.mm(first, second, out=out))
+
+    return {name: both(product) for name, product in products.items()}
+
+
+def _scatter_gradients(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Case:
+    """Of the matrix [n, k], of which a rank has n / ranks rows; k columns are summed."""
+    ranks = point.ranks
+    grad = _random(point, device, point.m // ranks, point.k)
+    x = _random(point, device, point.m, point.n // ranks)
+    weight = _random(point, device, point.k, x.shape[1], scale=point.k**-0.5)
+    whole = grad.new_empty(point.m, point.k)
+    collectives.all_gather(whole, grad, group=group)
+    products = _products(whole, weight.t(), torch.empty_like(x), ranks)
+
+    def collective() -> tuple[Tensor, Tensor]:
+        gathered = staged_all_gather(group, grad, 0)
+        return gathered @ weight, transposed_product(x, gathered, weight.t())
+
+    return Case(
+        point, (grad, x, weight.t(), 0), {}, (x.shape, weight.t().shape),
+        _with(products, whole.t(), x, torch.empty_like(weight)), {"": collective}, list,
+        [whole.double() @ weight.double(), x.double().t() @ whole.double()],
+        (ranks - 1) * grad.nbytes, group,
     )  # fmt: skip
 
 

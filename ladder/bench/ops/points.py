@@ -9,10 +9,11 @@ from typing import Any
 from ladder.config import configs_folder, model_config, parse_json
 from ladder.costs import product_shapes
 from ladder.models.errors import UserError, unknown
-from ladder.ops.gradients import GRADIENTS
+from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.registry import DTYPES, OPERATORS, Implementation, check_types
 
 COLUMNS = ("all_gather_matmul",)  # of a matrix that is split by columns
+BY_COLUMNS = (*COLUMNS, SCATTER_BACKWARD)  # a gradient's is the transposed one
 ROWS = (
     "matmul_reduce_scatter", "matmul_all_reduce", "linear_all_reduce",
     "matmul_reduce_scatter_add_rms_norm", "matmul_all_reduce_add_rms_norm",
@@ -20,9 +21,10 @@ ROWS = (
 BAGS, EXPERTS = "embedding_bag_all_to_all", "matmul_all_to_all"
 SEND, BACK = "all_to_all_rows", "return_rows"  # of the rows that experts get, and give back
 OF_EXPERTS = (EXPERTS, SEND, BACK)
-OPS = (*COLUMNS, *ROWS, GRADIENTS, BAGS, *OF_EXPERTS)
+OPS = (*COLUMNS, *ROWS, GATHER_BACKWARD, SCATTER_BACKWARD, BAGS, *OF_EXPERTS)
 SCATTERED = (
-    "all_gather_matmul", "matmul_reduce_scatter", "matmul_reduce_scatter_add_rms_norm", GRADIENTS,
+    "all_gather_matmul", "matmul_reduce_scatter", "matmul_reduce_scatter_add_rms_norm",
+    GATHER_BACKWARD, SCATTER_BACKWARD,
 )  # fmt: skip
 FEW = "linear_all_reduce"  # for so few rows that its all-reduce is one message
 FEW_ROWS = (1, 8, 64)
@@ -155,7 +157,7 @@ def point_of(record: Mapping[str, Any]) -> OpPoint:
 def sizes_of(point: OpPoint) -> tuple[int, ...]:
     """The sizes of its operator as the registry measures them: those of a rank's product."""
     m, n, k, ranks = point.m, point.n, point.k, point.ranks
-    if point.op in COLUMNS:
+    if point.op in BY_COLUMNS:
         return m, n // ranks, k
     if point.op == BAGS:
         return m, ranks * point.tables, k
@@ -195,13 +197,13 @@ def matrices(shape: str) -> tuple[Matrix | Experts, ...]:
 
 
 def _transposed(matrix: Matrix | Experts) -> Matrix:
-    """What a gradient is multiplied by, and the adjoint of the operator: a gather's is a scatter,
-    alone and with the matrix's gradient.
+    """What a gradient is multiplied by, and the adjoint of the operator: of a gather a scatter, and
+    of a scatter a gather, each alone and with the matrix's gradient.
 
     Of an all-reduce nothing is left inside of a product.
     """
     assert isinstance(matrix, Matrix)
-    ops = ("matmul_reduce_scatter", GRADIENTS) if matrix.ops == COLUMNS else COLUMNS
+    ops = ("matmul_reduce_scatter", GATHER_BACKWARD) if matrix.ops == COLUMNS else BY_COLUMNS
     return Matrix(matrix.name, matrix.k, matrix.n, ops)
 
 
@@ -353,7 +355,7 @@ def rows_of(op: str) -> tuple[int, ...]:
 
 def _refusal(point: OpPoint) -> str | None:
     """Why so many ranks cannot share the call, with the remedy."""
-    split = {"n": point.n} if point.op in COLUMNS else {"k": point.k}
+    split = {"n": point.n} if point.op in BY_COLUMNS else {"k": point.k}
     if point.op in (BAGS, *OF_EXPERTS):
         split = {"experts": point.experts}
     if point.op in (*SCATTERED, BAGS, *OF_EXPERTS):

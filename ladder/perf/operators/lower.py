@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ladder.bench.ops.points import COLUMNS, OpPoint
+from ladder.bench.ops.points import BY_COLUMNS, OpPoint
 from ladder.costs import BF16
 from ladder.kernels.gemm import GROUP, tiles_of
 from ladder.ops import schedules, track_schedules
 from ladder.ops.blocks import WHOLE, Blocks
-from ladder.ops.gradients import GRADIENTS
+from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.overlapped import tracked_map
 from ladder.ops.steps import Schedule, Word, Work
 from ladder.ops.summing import PIECES, pieces_of
@@ -26,7 +26,7 @@ from ladder.perf.operators.run import Copies, Moves, Task, Tasks, Tiles
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 LANDING = "matmul_reduce_scatter_add_rms_norm"
-OPS = (GATHER, SCATTER, REDUCE, LANDING, GRADIENTS)
+OPS = (GATHER, SCATTER, REDUCE, LANDING, GATHER_BACKWARD, SCATTER_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Size:
 
 
 def size_of(point: OpPoint) -> Size:
-    if point.op in COLUMNS:
+    if point.op in BY_COLUMNS:
         return Size(point.m, point.n // point.ranks, point.k, point.ranks)
     return Size(point.m, point.n, point.k // point.ranks, point.ranks)
 
@@ -67,8 +67,8 @@ def chunked(
     cost: OperatorCost, op: str, size: Size, blocks: int = 1, ratio: int = 1, streams: int = 1,
     push: bool = False, pairs: bool = False,
 ) -> Lowered:  # fmt: skip
-    if op == GATHER:
-        return _gathered(cost, size, streams)
+    if op in BY_COLUMNS:
+        return _gathered(cost, size, streams, adds=op == SCATTER_BACKWARD, pairs=pairs)
     if op == REDUCE:
         return _spread(cost, size, (blocks, ratio, streams), push)
     cut, world = Blocks(size.rows, size.ranks, blocks, ratio), size.ranks
@@ -84,18 +84,26 @@ def chunked(
             return cost.copies(size.line * rows)
         return cost.moves(size.line * rows * sum_bytes(op, world))
 
-    about = op == LANDING, streams, blocks, pairs, op == GRADIENTS
+    about = op == LANDING, streams, blocks, pairs, op == GATHER_BACKWARD
     return [schedules.reduce_scatter(r, world, *about) for r in range(world)], tasks
 
 
-def _gathered(cost: OperatorCost, size: Size, streams: int) -> Lowered:
+def _gathered(
+    cost: OperatorCost, size: Size, streams: int, adds: bool = False, pairs: bool = False
+) -> Lowered:
     def tasks(rank: int, step: Work) -> Task:
-        if step.action == "product":
-            return cost.product(size.shard, size.outputs, size.inputs)
-        return cost.copies(BF16 * size.shard * size.inputs)
+        rows = (2 if step.action.endswith("both") else 1) * size.shard
+        if step.action == "copy":
+            return cost.copies(BF16 * size.shard * size.inputs)
+        if step.action.startswith("add"):  # the matrix's gradient of these rows
+            return cost.product(size.inputs, size.outputs, rows)
+        return cost.product(rows, size.outputs, size.inputs)
 
-    made = [schedules.all_gather(r, size.ranks, streams=streams) for r in range(size.ranks)]
-    return made, tasks
+    world = size.ranks
+    return [
+        schedules.all_gather(rank, world, streams=streams, adds=adds, pairs=pairs)
+        for rank in range(world)
+    ], tasks
 
 
 def _spread(cost: OperatorCost, size: Size, options: tuple[int, int, int], push: bool) -> Lowered:

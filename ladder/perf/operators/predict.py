@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ladder.bench.ops.derive import ect_us, efficiency
-from ladder.bench.ops.points import OpPoint, Variant, calls_of
+from ladder.bench.ops.points import BY_COLUMNS, OpPoint, Variant, calls_of
 from ladder.comm.capture import Mode
 from ladder.costs import BF16
 from ladder.models.errors import UserError
-from ladder.ops.gradients import GRADIENTS
+from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.pushed import LARGEST
 from ladder.ops.registry import ANY_ORDER, DEFAULT
 from ladder.perf.machine import Machine
@@ -29,6 +29,7 @@ from ladder.perf.operators.lower import (
 from ladder.perf.operators.run import run
 
 ALONE, PUSHED = "alone", "pushed"
+BACKWARD = (GATHER_BACKWARD, SCATTER_BACKWARD)
 KNOWN = (DEFAULT, ANY_ORDER, PUSHED, *OVERLAPPED)
 TILED = ("waiting", "tracked", "summing")  # whose product is one of our kernels
 SHOTS = {1: "push", 2: "two-shot"}  # the all-reduce behind a pushed product
@@ -113,7 +114,7 @@ def predicts(point: OpPoint, variant: Variant) -> bool:
         return False
     if variant.name in OVERLAPPED:
         return point.op in OVERLAPPED[variant.name][1]
-    if point.op == GRADIENTS:  # `staged` is what the table picks for its scatter
+    if point.op in BACKWARD:  # `staged` is what the table picks for its exchange
         return variant.name in (ALONE, ANY_ORDER)
     if variant.name == PUSHED:
         columns = point.k if point.op == GATHER else point.n
@@ -126,7 +127,7 @@ def _time(cost: OperatorCost, point: OpPoint, variant: Variant, mode: Mode) -> f
     if variant.name not in OVERLAPPED:
         moved, sent = _serial(cost, point.op, size, variant)
         computed = cost.alone(size.rows, size.outputs, size.inputs)
-        if point.op == GRADIENTS:  # the matrix's, too
+        if point.op in BACKWARD:  # the matrix's, too
             computed += cost.gap + cost.alone(size.inputs, size.outputs, size.rows)
 
         def serial(share: float) -> tuple[float, float]:
@@ -162,7 +163,7 @@ def _serial(cost: OperatorCost, op: str, size: Size, variant: Variant) -> tuple[
     if name == PUSHED:
         found = cost.machine.curve("all-reduce", algorithm=_shots(variant)).at(partial)
         return 0.0, found.us + cost.gap
-    if op == GATHER:
+    if op in BY_COLUMNS:
         return 0.0, cost.exchange("all-gather", 2 * size.rows * size.inputs)
     if name == ANY_ORDER and op != LANDING:
         return 0.0, cost.exchange("all-reduce" if op == REDUCE else "reduce-scatter", partial)

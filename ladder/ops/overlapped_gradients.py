@@ -1,0 +1,139 @@
+"""Gradients of products of all ranks' rows that overlap with their exchange, by copy engines.
+
+- `all_gather_matmul_backward`: the last parts of the sum over the ranks travel while the gradients
+  of the matrices are computed.
+- `matmul_reduce_scatter_backward`: both products of a rank's rows begin when these have arrived.
+
+As `chunked` does in `ladder.ops.overlapped`, by cuBLAS and in the order of `ladder.ops.schedules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ladder.ops import schedules, workspace
+from ladder.ops.blocks import STREAMS, check_streams
+from ladder.ops.calls import rows_back, rows_first
+from ladder.ops.finish import adding
+from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD, joined
+from ladder.ops.overlapped import GATHER, SCATTER, scatter_chunks
+from ladder.ops.refusals import peer_refusal
+from ladder.ops.registry import Call, implement
+from ladder.ops.waves import by_chunks
+
+SETTING = {
+    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+    torch.float16: "allow_fp16_reduced_precision_reduction",
+}
+
+
+def _like(matrix: Tensor) -> Tensor:
+    """For a matrix's gradient, in its layout: see `transposed_product`."""
+    if matrix.stride(0) < matrix.stride(1):
+        return matrix.new_empty(matrix.t().shape).t()
+    return matrix.new_empty(matrix.shape)
+
+
+def _multiply_transposed(x: Tensor, grad: Tensor, out: Tensor, adds: bool = False) -> None:
+    """x^T grad, as `transposed_product` has it, into what `_like` made. adds: to what is there."""
+    first, second, into = x.t(), grad, out
+    if not out.is_contiguous():
+        first, second, into = grad.t(), x, out.t()
+    if adds:
+        torch.addmm(into, first, second, out=into)
+    else:
+        torch.mm(first, second, out=into)
+
+
+def _surplus(call: Call, options: Mapping[str, Any]) -> float:
+    """Of products one after the other, on one stream, whatever the streams of the sum."""
+    return by_chunks(1)(call, {})
+
+
+@implement(GATHER_BACKWARD, "chunked", peer_refusal, STREAMS, surplus=_surplus)
+def chunked_gather_gradients(
+    group: dist.ProcessGroup, whole: Tensor, Bs: list[Tensor], grads: list[Tensor], gather_dim: int,
+    streams: int = 1,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """The reduce-scatter as by `chunked`, and the matrices' gradients behind its products.
+
+    streams: 1: the sum waits for their end; 2: it may run in their midst.
+    """
+    check_streams(streams)
+    rows = rows_first(joined(grads, -1), gather_dim)
+    matrix = joined(Bs, 1).t()
+    # As `transposed_product` computes them and lays them out: over rows in any order.
+    x, of_rows = whole.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
+    of_Bs = [_like(B) for B in Bs]
+
+    def beside() -> None:
+        for grad, out in zip(of_rows, of_Bs, strict=True):
+            _multiply_transposed(x, grad, out)
+
+    space = workspace.workspace(group, SCATTER, whole.device)
+    memory = (x, *of_rows, *of_Bs)  # their layouts tell calls apart, too
+    own, finish = adding(space.world, rows, matrix, False)
+    scatter_chunks(space, rows, matrix, finish, (1, 1, streams), beside=(beside, memory))
+    return rows_back(own, whole, gather_dim), of_Bs
+
+
+def _rounding_refusal(call: Call) -> str | None:
+    """Of sums over all rows that are rounded after those of each rank."""
+    setting = SETTING.get(call.dtype)
+    if setting is not None and not getattr(torch.backends.cuda.matmul, setting):
+        return (
+            f"it rounds the matrix's gradient after each rank's rows, which "
+            f"torch.backends.cuda.matmul.{setting}=False forbids"
+        )
+    return peer_refusal(call)
+
+
+@implement(
+    SCATTER_BACKWARD, "chunked", _rounding_refusal, (*STREAMS, "pairs"), surplus=by_chunks(1)
+)
+def chunked_scatter_gradients(
+    group: dist.ProcessGroup, grad: Tensor, A: Tensor, B: Tensor, scatter_dim: int,
+    streams: int = 1, pairs: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gather as by `chunked`, and behind each product that of the matrix's gradient, which is
+    added in the matrix's dtype to those before.
+
+    streams: 2: the matrix's gradient on the second one. pairs: as of the reduce-scatter, but of the
+    rows of two ranks that have arrived.
+    """
+    check_streams(streams)
+    own, x = rows_first(grad, scatter_dim).contiguous(), rows_first(A, scatter_dim)
+    space = workspace.workspace(group, GATHER, A.device)
+    rank, world, high = space.rank, space.world, len(own)
+    chosen, slots = space.begin(own.shape, own.dtype, dense=pairs)
+    of_A, of_B, matrix = x.new_empty(x.shape), _like(B), B.t()
+
+    def rows(q: int, several: int) -> tuple[Tensor, slice]:
+        """The gradients of ranks q, q + 1, ..., and which of all rows these are."""
+        shards = own if q == rank else slots[rank][q : q + several].flatten(0, 1)
+        return shards, slice(q * high, (q + several) * high)
+
+    def product(several: int, q: int) -> None:
+        shards, mine = rows(q, several)
+        torch.mm(shards, matrix, out=of_A[mine])
+
+    def add(several: int, q: int) -> None:
+        shards, mine = rows(q, several)
+        _multiply_transposed(x[mine], shards, of_B, adds=q != rank)
+
+    space.run(
+        schedules.all_gather(rank, world, streams=streams, adds=True, pairs=pairs), chosen,
+        {
+            "copy": lambda q: slots[q][rank].copy_(own, non_blocking=True),
+            "product": partial(product, 1), "both": partial(product, 2),
+            "add": partial(add, 1), "add both": partial(add, 2),
+        },
+        memory=(own, x, B, of_A, of_B),
+    )  # fmt: skip
+    return rows_back(of_A, A, scatter_dim), of_B
