@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder.ops import schedules, workspace
+from ladder.ops import workspace
 from ladder.ops.blocks import STREAMS, check_streams
 from ladder.ops.calls import rows_back, rows_first
-from ladder.ops.finish import adding
+from ladder.ops.finish import ALL_ROWS, adding
+from ladder.ops.gradient_schedules import gathered_gradients
 from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD, joined
 from ladder.ops.overlapped import GATHER, SCATTER, scatter_chunks
 from ladder.ops.refusals import peer_refusal
 from ladder.ops.registry import Call, implement
+from ladder.ops.steps import ALL
 from ladder.ops.waves import by_chunks
 
 SETTING = {
@@ -94,24 +96,33 @@ def _rounding_refusal(call: Call) -> str | None:
     return peer_refusal(call)
 
 
+def _one_or_chunks(call: Call, options: Mapping[str, Any]) -> float:
+    """Of the product of all rows, whatever the sum over them takes."""
+    return 0.0 if options.get("whole") else by_chunks(1)(call, options)
+
+
 @implement(
-    SCATTER_BACKWARD, "chunked", _rounding_refusal, (*STREAMS, "pairs"), surplus=by_chunks(1)
+    SCATTER_BACKWARD,
+    "chunked",
+    _rounding_refusal,
+    (*STREAMS, "pairs", "whole"),
+    surplus=_one_or_chunks,
 )
 def chunked_scatter_gradients(
     group: dist.ProcessGroup, grad: Tensor, A: Tensor, B: Tensor, scatter_dim: int,
-    streams: int = 1, pairs: bool = False,
+    streams: int = 1, pairs: bool = False, whole: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gather as by `chunked`, and behind each product that of the matrix's gradient, which is
     added in the matrix's dtype to those before.
 
     streams: 2: the matrix's gradient on the second one. pairs: as of the reduce-scatter, but of the
-    rows of two ranks that have arrived.
+    rows of two ranks that have arrived. whole: the gradient of A is one product, behind the others.
     """
     check_streams(streams)
     own, x = rows_first(grad, scatter_dim).contiguous(), rows_first(A, scatter_dim)
     space = workspace.workspace(group, GATHER, A.device)
     rank, world, high = space.rank, space.world, len(own)
-    chosen, slots = space.begin(own.shape, own.dtype, dense=pairs)
+    chosen, slots = space.begin(own.shape, own.dtype, dense=pairs or whole)
     of_A, of_B, matrix = x.new_empty(x.shape), _like(B), B.t()
 
     def rows(q: int, several: int) -> tuple[Tensor, slice]:
@@ -120,7 +131,7 @@ def chunked_scatter_gradients(
         return shards, slice(q * high, (q + several) * high)
 
     def product(several: int, q: int) -> None:
-        shards, mine = rows(q, several)
+        shards, mine = rows(q, several) if q != ALL else (slots[rank].flatten(0, 1), ALL_ROWS)
         torch.mm(shards, matrix, out=of_A[mine])
 
     def add(several: int, q: int) -> None:
@@ -128,9 +139,10 @@ def chunked_scatter_gradients(
         _multiply_transposed(x[mine], shards, of_B, adds=q != rank)
 
     space.run(
-        schedules.all_gather(rank, world, streams=streams, adds=True, pairs=pairs), chosen,
+        gathered_gradients(rank, world, streams, pairs, whole), chosen,
         {
             "copy": lambda q: slots[q][rank].copy_(own, non_blocking=True),
+            "own": lambda q: slots[q][q].copy_(own, non_blocking=True),
             "product": partial(product, 1), "both": partial(product, 2),
             "add": partial(add, 1), "add both": partial(add, 2),
         },

@@ -126,9 +126,8 @@ def _free(rank: int, world: int) -> list[Step]:
 
 @functools.cache  # a call's schedule is the last call's
 def all_gather(
-    rank: int, world: int, waiting: bool = False, streams: int = 1, keeps: bool = False,
-    adds: bool = False, pairs: bool = False,
-) -> Schedule:  # fmt: skip
+    rank: int, world: int, waiting: bool = False, streams: int = 1, keeps: bool = False
+) -> Schedule:
     """Each rank's shard to all peers, and the product of each as soon as it is there.
 
     The rank's own shard is first, then those of rank + 1, rank + 2, ...; so a rank sends to
@@ -136,9 +135,6 @@ def all_gather(
     `product` q multiplies shard q. waiting: `own` puts the own shard into its slot, and one
     `product` multiplies all and waits for each shard by itself. streams: 1 or 2, of the products.
     keeps: `keep` q puts shard q into the caller's memory, by the copies stream, under the products.
-    adds: `add` q is another product of shard q, which is added to those of the shards before; with
-    two streams the second one has all of these. pairs: `both` q and `add both` q are the products
-    of shards q and q + 1: see `reduce_scatter`.
     """
     steps: list[Step] = [Record("main", "begun"), Follow("copies", "begun")]
     for peer in others(rank, world, -1):
@@ -153,19 +149,14 @@ def all_gather(
         steps += sent if keeps else []  # before the words for which the copies wait are cleared
         return (*steps, *(Put("main", word, 0) for word in arrived), *_free(rank, world),
                 *([] if keeps else sent))  # fmt: skip
-    steps += _fork(streams)
-    for number, shards in enumerate([(rank,), *_groups(rank, world, pairs)]):
-        q, several = shards[0], "both" if len(shards) > 1 else ""
-        lane: Stream = "main" if adds else LANES[number % streams]
-        if number > 0:
-            here, beside = f"shard {q}", adds and streams > 1
-            steps += _take(rank, list(shards), lane)
-            steps += [Record(lane, here)] if keeps or beside else []
-            steps += [Follow("copies", here), Work("copies", "keep", q)] if keeps else []
-            steps += [Follow("second", here)] if beside else []
-        steps.append(Work(lane, several or "product", q))
-        if adds:
-            steps.append(Work(LANES[streams - 1], f"add {several}".strip(), q))
+    steps += [*_fork(streams), Work("main", "product", rank)]
+    for number, q in enumerate(others(rank, world), start=1):
+        lane = LANES[number % streams]
+        steps += _take(rank, [q], lane)
+        if keeps:
+            here = f"shard {q}"
+            steps += [Record(lane, here), Follow("copies", here), Work("copies", "keep", q)]
+        steps.append(Work(lane, "product", q))
     return (*steps, *_join(streams), *_release(rank, world, keeps))
 
 

@@ -195,7 +195,8 @@ def options_of(op: str, name: str) -> list[dict[str, Any]]:
     if (op, name) == ("matmul_reduce_scatter", "chunked"):
         return [{}, *BLOCKS, {"streams": 2}, {"pairs": True}, {"streams": 2, "pairs": True}]
     if op == SCATTER_BACKWARD:
-        return [{}, {"streams": 2}, {"pairs": True}, {"streams": 2, "pairs": True}]
+        every = [{}, {"streams": 2}, {"pairs": True}, {"streams": 2, "pairs": True}]
+        return [*every, *({"whole": True, **each} for each in every)]
     if name == "chunked":
         return [{}, {"streams": 2}]
     if name == "blocked":

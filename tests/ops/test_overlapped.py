@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ladder.ops import schedules, track_schedules
+from ladder.ops.gradient_schedules import gathered_gradients
 from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.steps import COPIES, Await, Follow, Put, Record, Schedule, Word, Work
 from ladder.ops.track_maps import all_to_all
@@ -108,7 +110,9 @@ def test_implementations_that_share_slots(op: str) -> None:
 
 def label(kind: str, options: dict[str, Any]) -> str:
     pairs = ", pairs" if options.get("pairs") else ""
-    return f"{kind}, {options.get('blocks', 1)} blocks, {options.get('streams', 1)} streams{pairs}"
+    whole = ", whole" if options.get("whole") else ""
+    said = f"{options.get('blocks', 1)} blocks, {options.get('streams', 1)} streams"
+    return f"{kind}, {said}{pairs}{whole}"
 
 
 def check_streams_join(schedule: Schedule) -> None:
@@ -178,9 +182,10 @@ def schedules_of(world: int) -> dict[str, Callable[[int], Schedule]]:
                     schedules.reduce_scatter, world=world, streams=streams, beside=True
                 ),
             }
-            for pairs in (False, True):
-                found[label("adds", {**options, "pairs": pairs})] = functools.partial(
-                    schedules.all_gather, world=world, streams=streams, adds=True, pairs=pairs
+            for pairs, whole in itertools.product((False, True), repeat=2):
+                about = {"pairs": pairs, "whole": whole}
+                found[label("adds", {**options, **about})] = functools.partial(
+                    gathered_gradients, world=world, streams=streams, **about
                 )
             found[label("scatter", {**options, "pairs": True})] = functools.partial(
                 schedules.reduce_scatter, world=world, streams=streams, pairs=True
@@ -293,6 +298,7 @@ def test_a_schedule_without_a_step_fails(device: str, op: str, name: str) -> Non
     [
         ("matmul_reduce_scatter", {"blocks": 2}), ("matmul_reduce_scatter", {"pairs": True}),
         ("matmul_all_reduce", {"blocks": 2}), (SCATTER_BACKWARD, {"streams": 2, "pairs": True}),
+        (SCATTER_BACKWARD, {"streams": 2, "pairs": True, "whole": True}),
     ],
 )  # fmt: skip
 def test_a_schedule_of_four_ranks_without_a_step_fails(op: str, options: dict[str, Any]) -> None:

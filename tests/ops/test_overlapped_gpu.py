@@ -62,7 +62,14 @@ FEW = [
 ]
 PUSHED = ("pushed", "pushing")
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "chunked": [{}, {"streams": 2}, {"pairs": True}, {"pairs": True, "streams": 2}],
+    "chunked": [
+        {},
+        {"streams": 2},
+        {"pairs": True},
+        {"pairs": True, "streams": 2},
+        {"whole": True, "pairs": True},
+        {"whole": True, "streams": 2},
+    ],
     # Of `chunked` sums.
     "blocks": [{"blocks": 1}, {"blocks": 3}, {"blocks": 3, "ratio": 2, "streams": 2}],
     "push": PUSHES,

@@ -37,6 +37,8 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
         {"push": True}, {"blocks": 2, "push": True}, {"blocks": 2, "ratio": 2, "push": True},
         {"pairs": True}, {"pairs": True, "streams": 2},
         {"blocks": 3, "ratio": 2, "push": True},
+        {"whole": True}, {"whole": True, "pairs": True}, {"whole": True, "streams": 2},
+        {"whole": True, "pairs": True, "streams": 2},
     ),
     "blocked": (
         {"blocks": 2}, {"blocks": 3}, {"blocks": 5}, {"blocks": 6}, {"blocks": 8, "ratio": 1},

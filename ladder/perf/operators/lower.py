@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ladder.bench.ops.points import BY_COLUMNS, OpPoint
 from ladder.costs import BF16
 from ladder.kernels.gemm import GROUP, tiles_of
 from ladder.ops import schedules, track_schedules
 from ladder.ops.blocks import WHOLE, Blocks
+from ladder.ops.gradient_schedules import gathered_gradients
 from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.overlapped import tracked_map
-from ladder.ops.steps import Schedule, Word, Work
+from ladder.ops.steps import ALL, Schedule, Word, Work
 from ladder.ops.summing import PIECES, pieces_of
 from ladder.ops.tilings import tiling_of
 from ladder.ops.track_maps import rotated
@@ -65,10 +67,13 @@ Lowered = tuple[Sequence[Schedule], Tasks]
 
 def chunked(
     cost: OperatorCost, op: str, size: Size, blocks: int = 1, ratio: int = 1, streams: int = 1,
-    push: bool = False, pairs: bool = False,
+    push: bool = False, pairs: bool = False, whole: bool = False,
 ) -> Lowered:  # fmt: skip
-    if op in BY_COLUMNS:
-        return _gathered(cost, size, streams, adds=op == SCATTER_BACKWARD, pairs=pairs)
+    if op == GATHER:
+        return _gathered(cost, size, partial(schedules.all_gather, streams=streams))
+    if op == SCATTER_BACKWARD:
+        about = {"streams": streams, "pairs": pairs, "whole": whole}
+        return _gathered(cost, size, partial(gathered_gradients, **about))
     if op == REDUCE:
         return _spread(cost, size, (blocks, ratio, streams), push)
     cut, world = Blocks(size.rows, size.ranks, blocks, ratio), size.ranks
@@ -84,26 +89,25 @@ def chunked(
             return cost.copies(size.line * rows)
         return cost.moves(size.line * rows * sum_bytes(op, world))
 
-    about = op == LANDING, streams, blocks, pairs, op == GATHER_BACKWARD
-    return [schedules.reduce_scatter(r, world, *about) for r in range(world)], tasks
+    options = op == LANDING, streams, blocks, pairs, op == GATHER_BACKWARD
+    return [schedules.reduce_scatter(r, world, *options) for r in range(world)], tasks
 
 
-def _gathered(
-    cost: OperatorCost, size: Size, streams: int, adds: bool = False, pairs: bool = False
-) -> Lowered:
+def _gathered(cost: OperatorCost, size: Size, schedule: Callable[..., Schedule]) -> Lowered:
+    """schedule: of a rank and the number of ranks."""
+
     def tasks(rank: int, step: Work) -> Task:
         rows = (2 if step.action.endswith("both") else 1) * size.shard
+        rows = size.rows if step.chunk == ALL else rows
         if step.action == "copy":
             return cost.copies(BF16 * size.shard * size.inputs)
+        if step.action == "own":
+            return cost.moves(2 * BF16 * size.shard * size.inputs)
         if step.action.startswith("add"):  # the matrix's gradient of these rows
             return cost.product(size.inputs, size.outputs, rows)
         return cost.product(rows, size.outputs, size.inputs)
 
-    world = size.ranks
-    return [
-        schedules.all_gather(rank, world, streams=streams, adds=adds, pairs=pairs)
-        for rank in range(world)
-    ], tasks
+    return [schedule(rank, size.ranks) for rank in range(size.ranks)], tasks
 
 
 def _spread(cost: OperatorCost, size: Size, options: tuple[int, int, int], push: bool) -> Lowered:
