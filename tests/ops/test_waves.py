@@ -201,6 +201,7 @@ IN_BLOCKS = ("blocked-streams", "blocked-llama2", "blocked")
 OF_FOUR_AGAIN = (
     "ops-prompts", "ops-llama", "ops-few", "ops-bags", "ops-pairs", "ops-train", "ops-shots",
 )  # fmt: skip
+OF_TWO_AGAIN = ("backward", "whole", "blocks", "train")
 OF_TABLE = [
     *RECORDS, *(RESULTS / f"2026-11-25-{kind}-h100x2.jsonl" for kind in H100S),
     RESULTS / "2026-11-25-ops-h200x2.jsonl",
@@ -212,7 +213,7 @@ OF_TABLE = [
     RESULTS / "2026-11-28-ops-bags-h200x2.jsonl",
     *(RESULTS / f"2026-11-28-{kind}-h200x4.jsonl" for kind in OF_FOUR_AGAIN),
     *(RESULTS / f"2026-11-28-ops-gradients-h200x{ranks}.jsonl" for ranks in (2, 4)),
-    *(RESULTS / f"2026-11-28-ops-{kind}-h200x2.jsonl" for kind in ("backward", "whole")),
+    *(RESULTS / f"2026-11-28-ops-{kind}-h200x2.jsonl" for kind in OF_TWO_AGAIN),
 ]  # fmt: skip
 
 
