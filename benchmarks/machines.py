@@ -20,7 +20,7 @@ from machines_by_hand import (
     COPIES,
     DECLARED,
     FITTED_BY_HAND,
-    FOUR_LIMIT,
+    FOUR_BY_HAND,
     PEERS,
     PUSHES,
     TOGETHER,
@@ -216,7 +216,7 @@ def with_measured(machine: Machine, files: Sequence[tuple[str, Machine]]) -> Mac
     for file, each in sorted(files, key=lambda one: -abs(one[1].gpus - machine.gpus)):
         own = each.gpus == machine.gpus
         for name, value in each.values.items():
-            of_pair = own and family_of_value(name) in ("beside", "exchange")
+            of_pair = own and family_of_value(name) in ("beside", "exchange", "peer-copy")
             if name in OF_ONE_GPU or of_pair or (machine.gpus > 1 and name in OF_NEAREST):
                 values[name] = replace(value, provenance=f"{value.provenance}; {file}")
         taken = [curve for curve in each.curves if own or curve.name not in BETWEEN_GPUS]
@@ -283,7 +283,7 @@ def four_then() -> Machine:
     """Four GPUs, with what was measured of what is between them, and fitted to passes of today's
     kernels but for those of decode steps: attention read keys after its wait."""
     found = with_measured(four_before(), [taken(FOUR_MEASURED, FOUR_PARTS)])
-    found = replace(found, values={**found.values, **FOUR_LIMIT})
+    found = replace(found, values={**found.values, **FOUR_BY_HAND})
     return with_missing(calibrated(found, *(RESULTS / file for file in FOUR_CALIBRATION)))
 
 

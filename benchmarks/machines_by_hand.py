@@ -11,7 +11,13 @@ POWER = (
     "measured by hand: products of 16384 rows, for a second, {}; "
     "2026-11-27-power-h200x4.txt (docs/predict.md)"
 )
-FOUR_LIMIT = {
+FOUR_BY_HAND = {
+    "copies_to_all": Value(
+        0.79,
+        "measured by hand: the link of `ladder bench ops` on 4x H200, 301 GB/s, the median of 19 "
+        "runs of 2026-11-27 and 28 (290 to 366), of 383 GB/s of copies of 64 MiB to one peer, "
+        "2026-11-27-machine-h200x4.json",
+    ),
     "power_exponent": Value(
         0.53,
         POWER.format(

@@ -27,7 +27,7 @@ NAMES = (
     "inference-beside", "fp8-beside", "fp8-landings", "inference-keys", "inference-keys-64",
     "table1-8b", "train-8b", "fp8-halves", "2b-class", "70b", "fp8-half-8b", "fp8-one-half-8b",
     "inference-apart", "fp8-apart", "2b-class-apart", "70b-apart", "table1-apart", "plans-apart",
-    "nccl-apart", "prompts-auto",
+    "nccl-apart", "prompts-auto", "train-backward",
 )  # fmt: skip
 # The second: operators without entries in the table, which has them now.
 OLDER = ("2026-11-21-train-h200x4.jsonl", "2026-11-26-train-h100x2.jsonl")

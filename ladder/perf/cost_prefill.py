@@ -122,16 +122,20 @@ class PromptCost:
         rest = found.us - 2 * self.barrier - self.moved(landed * nbytes / self.tp).us
         return Estimate(max(0.0, rest), found.basis)
 
-    def fused(self, kind: str, part: str, any_order: bool, lands: bool = False) -> Estimate:
+    def fused(
+        self, kind: str, part: str, any_order: bool, lands: bool = False, back: bool = False
+    ) -> Estimate:
         """An exchange of all rows inside of a product, beyond the product.
 
-        lands: so is the landing of a scatter. It counts as one behind it, too: in a model such
+        back: inside of the product's gradients. lands: so is the landing of a scatter. It counts as one behind it, too: in a model such
         operators take about that much longer than one by one (docs/predict.md).
         """
         outputs, inputs = self.shapes[part]
+        if back:
+            outputs, inputs = inputs, outputs
         us = self.machine.nccl(kind, self.tensor(self.rows)).us + self.gap
         kind = "landing" if lands and kind == "reduce-scatter" else kind
-        us = self.inside(kind, (self.rows, outputs, inputs), any_order, us, self.mode)
+        us = self.inside(kind, (self.rows, outputs, inputs), any_order, us, self.mode, back)
         return Estimate(us, "extrapolated")
 
     @functools.cached_property

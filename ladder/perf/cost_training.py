@@ -8,11 +8,12 @@ in tensors (READS and below), of 2 bytes an element; weights and gradients are f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ladder.costs import BF16, FP32
 from ladder.models.config import ModelConfig
+from ladder.perf.cost import most_of
 from ladder.perf.cost_prefill import PromptCost
 from ladder.perf.graph import COPIES, DATA, FUSED, LAST, Operation
 from ladder.perf.lower_prefill import FIRST
@@ -175,8 +176,21 @@ class TrainingCost(PromptCost):
         gathers = (operation.kind == "all-gather") != operation.backward
         ends = FIRST if gathers else LAST
         kinds = self.config.plan.sublayers[operation.sublayer].kind.split("+")
-        parts = [self.fused(operation.kind, ends[each], any_order=True) for each in kinds]
-        return Estimate(sum(each.us for each in parts), "extrapolated")
+        parts = [
+            self.fused(operation.kind, ends[each], any_order=True, back=operation.backward)
+            for each in kinds
+        ]
+        us = sum(each.us for each in parts) + self._awaited(kinds, operation.backward)
+        return Estimate(us, "extrapolated")
+
+    def _awaited(self, kinds: Sequence[str], back: bool) -> float:
+        """Microseconds for which an exchange that blocks waits for the slowest rank, as in a decode
+        step: each of a sublayer's two for half of what that computes."""
+        us = 0.0
+        for kind in kinds:
+            us += sum(self._sublayer_products(ends[kind], back) for ends in (FIRST, LAST))
+            us += self._attention(kind, back) if "attention" in kind else 0.0
+        return self.machine.value("rank_spread") * most_of(self.shape.tp) * us / 2
 
     def _local(self, operation: Operation) -> float:
         """What a process sums, copies or adds itself around a reduce."""

@@ -22,6 +22,11 @@ OPERATORS = {
     "all-reduce": "matmul_all_reduce",
     "landing": "matmul_reduce_scatter_add_rms_norm",  # of rows that are scattered, with the scatter
 }
+# By the exchange in them: a gather's gradients scatter.
+GRADIENTS = {
+    "reduce-scatter": "all_gather_matmul_backward",
+    "all-gather": "matmul_reduce_scatter_backward",
+}
 # Of the backend's exchange, the median of benchmarks/results/2026-11-22-ops-h200x2.jsonl:
 # all-reduces that add in the order of the ranks.
 STAGED = {"matmul_all_reduce": 1.47}
@@ -37,23 +42,26 @@ class Inside:
 
     def __call__(
         self, kind: str, sizes: tuple[int, int, int], any_order: bool, backend_us: float,
-        mode: Mode,
+        mode: Mode, back: bool = False,
     ) -> float:  # fmt: skip
         """Microseconds beside the product; backend_us: of the backend's exchange.
 
         kind: a key of OPERATORS. sizes: of the product, as the table has them: m, n, k. mode: in
-        which the table is asked; what the host takes is not in the time, since it is ahead.
+        which the table is asked; what the host takes is not in the time, since it is ahead. back:
+        the product and that of the matrix's gradient.
         """
         from ladder.ops.registry import SERIAL  # slow to import, and needed by few
 
-        op = OPERATORS[kind]
+        op = (GRADIENTS if back else OPERATORS)[kind]
         name, options = picked(op, self.machine.gpu, self.ranks, sizes, any_order, mode)
+        if name in SERIAL and back:  # one by one, the first by an operator of its own
+            return self(kind, sizes, any_order, backend_us, mode)
         if name in SERIAL:
             return (STAGED.get(op, 1.0) if name == "staged" else 1.0) * backend_us
-        from ladder.bench.ops.points import COLUMNS, OpPoint, Variant
+        from ladder.bench.ops.points import BY_COLUMNS, OpPoint, Variant
 
         m, n, k = sizes
-        n, k = (n * self.ranks, k) if op in COLUMNS else (n, k * self.ranks)
+        n, k = (n * self.ranks, k) if op in BY_COLUMNS else (n, k * self.ranks)
         point = OpPoint(op, "", m, n, k, self.ranks, "bfloat16")
         return max(0.0, self.predictor(point, Variant(name, options)).ect_us)
 

@@ -21,7 +21,7 @@ from ladder.perf.machine import Curve, Machine, Value
 from ladder.perf.machine_files import load
 from ladder.perf.nodes import for_degree
 from ladder.perf.nodes import load as load_any
-from ladder.perf.operators.cost import HOST_LAUNCH_US, OperatorCost
+from ladder.perf.operators.cost import HOST_LAUNCH_US, HOSTS, OperatorCost
 from ladder.perf.operators.lower import GATHER, LANDING, OPS, REDUCE, SCATTER
 from ladder.perf.operators.predict import BACKWARD, Predictor, plain, predicts
 from ladder.perf.operators.scores import picks, scores, summary
@@ -174,19 +174,22 @@ def test_short_eager_calls_wait_for_the_host() -> None:
     """What overlaps, that is; a host of half the speed takes twice as long."""
     found = machine()
     times, cost = Predictor(found), OperatorCost(found)
-    short, made = replace(point(SCATTER), k=512), schedules.reduce_scatter(0, 2)
-    assert times.us(short, CHUNKED, "captured") < 200
-    assert times.us(short, CHUNKED, "eager") == cost.host(made) == pytest.approx(140 + 12 * 3 + 90)
+    short, made = replace(point(SCATTER), m=2048, k=512), schedules.reduce_scatter(0, 2)
+    assert times.us(short, CHUNKED, "captured") < 170
+    assert times.us(short, CHUNKED, "eager") == cost.host(made) == pytest.approx(185)
+    (_, first), (_, second), _ = HOSTS
+    enqueued = OperatorCost(found, second)
+    assert enqueued.host(made) == pytest.approx(140 + 12 * 3 + 90)
     tracked = track_schedules.tracked(all_to_all(8, 16, 2, 4).compile(0), 2)
-    assert cost.host(tracked, tiles=True) == pytest.approx(140 + 11 * 3 + 2 * 90)
-    then = Predictor(found, older=True)
+    assert enqueued.host(tracked, tiles=True) == pytest.approx(140 + 11 * 3 + 2 * 90)
+    then = Predictor(found, first)
     assert then.us(short, CHUNKED, "eager") == pytest.approx(270 + 12 * 8.9)
     assert times.us(short, STAGED, "eager") == times.us(short, STAGED, "captured")
     long = times.us(point(SCATTER), CHUNKED, "eager")
     assert long == times.us(point(SCATTER), CHUNKED, "captured") > 1000
     values = {**found.values, "host_launch_us": Value(2 * HOST_LAUNCH_US, "declared: a test")}
-    slow = Predictor(replace(found, values=values))
-    assert slow.us(short, CHUNKED, "eager") == pytest.approx(2 * cost.host(made))
+    slow = Predictor(replace(found, values=values), second)
+    assert slow.us(short, CHUNKED, "eager") == pytest.approx(2 * enqueued.host(made))
 
 
 def test_measured_shapes_take_the_place_of_the_square() -> None:
@@ -202,11 +205,10 @@ def test_measured_shapes_take_the_place_of_the_square() -> None:
 def test_more_ranks_than_two() -> None:
     times = Predictor(load("h200x4"))
     for op in OPS:
-        # Sums of a matrix's gradient by parts fill the GPU beside other products alone.
-        way = Variant("chunked", (("streams", 2),)) if op == SCATTER_BACKWARD else CHUNKED
-        one = times(point(op, ranks=4), way)
+        one = times(point(op, ranks=4), CHUNKED)
         assert one.efficiency is not None
-        assert 0 < one.efficiency < 1
+        # Parts of a matrix's gradient fill the GPU less well than a whole one.
+        assert (-0.5 if op == SCATTER_BACKWARD else 0) < one.efficiency < 1
     assert times.cost(4).machine == for_degree(load("h200x4"), 4)
     assert "copies_beside_product 1 (declared)" in times.unmeasured
 
@@ -278,8 +280,22 @@ def test_recorded_gradients() -> None:
         for name in ways:
             _, time, ect, off = errors[name]
             assert time < 5
-            assert ect < 35
-            assert sum(map(abs, off)) < 0.17 * len(off)
+            assert ect < 22
+            assert sum(map(abs, off)) < 0.18 * len(off)
+
+
+def test_recorded_products_of_two_gpus() -> None:
+    """Of half-8b and an 8B, forward and backward, of which nothing was fitted; in blocks, too."""
+    for name, calls, limits in (
+        ("backward", 56, (5.4, 14.2)), ("train", 56, (4.7, 12.0)), ("blocks", 62, (5.6, 14.7)),
+        ("whole", 32, (4.3, 12.5)),
+    ):  # fmt: skip
+        file = RECORD.with_name(f"2026-11-28-ops-{name}-h200x2.jsonl")
+        errors = summary(scores([file], load("h200x2")))
+        ways = [errors[way] for way in errors if way.split(":")[0] in ("chunked", "ring")]
+        assert sum(way[0] for way in ways) == calls
+        for n, limit in enumerate(limits, start=1):
+            assert sum(way[0] * way[n] for way in ways) < limit * calls, (name, n)
 
 
 def test_short_products_whose_rows_are_pushed() -> None:

@@ -113,7 +113,7 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         ("27-inference-again-h200x4", "h200x4", "prefill", 20, (1.5, 3.5, 3.5)),
         ("27-fp8-again-h200x4", "h200x4", "decode", 12, (3.3, 6.6, 7.8)),
         ("27-fp8-again-h200x4", "h200x4", "prefill", 12, (2.8, 5.6, 6.1)),
-        ("27-train-again-h200x4", "h200x4", "train", 6, (1.0, 2.9, 2.9)),
+        ("27-train-again-h200x4", "h200x4", "train", 6, (1.1, 2.9, 2.9)),
         # Riders beside tiles, on other machines.
         ("27-inference-beside-h200x4", "h200x4", "decode", 20, (1.7, 3.5, 4.1)),
         ("27-inference-beside-h200x4", "h200x4", "prefill", 20, (2.4, 5.4, 6.9)),
@@ -146,7 +146,8 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         ("28-plans-apart-h200x4", "h200x4", "decode", 8, (2.0, 6.8, 6.8)),
         ("28-nccl-apart-h200x4", "h200x4", "decode", 5, (3.5, 6.4, 6.4)),
         ("28-prompts-auto-h200x4", "h200x4", "prefill", 6, (2.1, 4.2, 4.2)),
-        ("28-train-h200x4", "h200x4", "train", 6, (1.1, 2.1, 2.1)),
+        ("28-train-h200x4", "h200x4", "train", 6, (1.2, 2.1, 2.1)),
+        ("28-train-backward-h200x2", "h200x2", "train", 8, (3.8, 5.5, 5.5)),
         # Half of it with riders; its few steps of 16 follow a prompt.
         ("28-lagging-half-8b-h200x2", "h200x4", "decode", 16, (4.9, 8.5, 9.9)),
     ],
@@ -193,7 +194,7 @@ def test_four_gpus_calibrated_by_their_own_model_without_communication() -> None
     [
         ("decode", 20, (1.5, 3.8, 3.9), 2.2),
         ("prefill", 20, (2.4, 5.5, 5.7), 10.2),
-        ("train", 6, (3.0, 5.0, 5.0), 1.8),
+        ("train", 6, (3.0, 5.0, 5.0), 2.7),
     ],
 )
 def test_a_measured_machine_of_four_gpus(
@@ -265,8 +266,8 @@ def test_training_on_two_h100s() -> None:
     others, of half-8b, are held out as a whole."""
     machine = load("h100x2")
     for names, points, limits in (
-        (("8b", "again", "traced"), 30, (3.4, 6.6, 15.4)),
-        (("again", "traced"), 8, (3.1, 6.9, 6.9)),
+        (("8b", "again", "traced"), 30, (3.6, 6.5, 16.5)),
+        (("again", "traced"), 8, (3.4, 6.8, 6.8)),
     ):
         files = [RESULTS / f"2026-11-26-train-{name}-h100x2.jsonl" for name in names]
         check_held_out(scores(files, machine, "train"), points, limits)

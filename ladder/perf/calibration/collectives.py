@@ -28,6 +28,7 @@ def parts(
         yield Part("all-reduce", {"algorithm": name}, run)
     if push:
         yield Part("peer copy", {}, partial(_peer_copies, sizes, group, device))
+        yield Part("copies to all", {}, partial(_copies_to_all, sizes, group, device))
     for kind, call in (("all-gather", _gather), ("reduce-scatter", _scatter)):
         yield Part(kind, {"algorithm": backend}, partial(_whole, sizes, call, group, device))
 
@@ -63,14 +64,20 @@ def _in_place(source: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def to_next(sizes: Sizes, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Work:
     """A copy to the next rank's memory."""
+    return partial(_copy, *_peer_memory(sizes, nbytes, group, device))
+
+
+def _peer_memory(
+    sizes: Sizes, nbytes: int, group: dist.ProcessGroup, device: torch.device
+) -> tuple[symmetric.SymmetricTensor, Tensor]:
+    """Memory of each rank that the others can write, and what to copy there."""
     count = nbytes // sizes.dtype.itemsize
     memory = symmetric.allocate((count,), sizes.dtype, group, device)
-    source = torch.zeros(count, dtype=sizes.dtype, device=device)
-    return partial(_copy, memory, source)
+    return memory, torch.zeros(count, dtype=sizes.dtype, device=device)
 
 
-def _copy(memory: symmetric.SymmetricTensor, source: Tensor) -> None:
-    memory.by_rank[(memory.rank + 1) % len(memory.by_rank)].copy_(source)
+def _copy(memory: symmetric.SymmetricTensor, source: Tensor, step: int = 1) -> None:
+    memory.by_rank[(memory.rank + step) % len(memory.by_rank)].copy_(source)
 
 
 def _peer_copies(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> list[Point]:
@@ -80,6 +87,18 @@ def _peer_copies(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -
         work = to_next(sizes, nbytes, group, device)
         found.append((nbytes, microseconds([work], sizes.calls, device)))
     return found
+
+
+def _copies_to_all(
+    sizes: Sizes, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, float]:
+    """Every GPU copies to all others in turn, at the same time, and to the next one alone."""
+    memory, source = _peer_memory(sizes, max(sizes.messages), group, device)
+    ranks = len(memory.by_rank)
+    works = [partial(_copy, memory, source, step) for step in range(1, ranks)]
+    calls = sizes.calls // len(works) * len(works) or len(works)
+    one = microseconds(works[:1], calls, device)
+    return {"copies_to_all": one / microseconds(works, calls, device)}
 
 
 def _gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:

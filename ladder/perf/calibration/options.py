@@ -23,6 +23,8 @@ def family(name: str) -> str:
         return "exchange"
     if name in TURNS:
         return "turns"
+    if name == "copies to all":
+        return "peer-copy"
     return "beside" if "beside" in name else name.replace(" ", "-")
 
 
@@ -32,6 +34,8 @@ def family_of_value(name: str) -> str:
         return "prompt-attention"
     if name == "barrier_us":
         return "exchange"
+    if name == "copies_to_all":
+        return "peer-copy"
     return "beside" if "beside" in name else "values"
 
 

@@ -18,14 +18,20 @@ from ladder.perf.slowdowns import Slowdowns
 # Of cuBLAS's rate, that of our Triton product: of m 8192 in 2026-11-22-ops-h200x2.jsonl, less what
 # its schedule exposes, 0.98 for `waiting` and `tracked`; in sketches on four H200, 0.95 to 0.99.
 TRITON = 0.98
-# What the host takes to enqueue an overlapped call without a graph: for each call, for each job,
-# and for each kernel of ours. Of 2026-11-25-ops-h200x2.jsonl: gathers of 11 and 15 jobs took 173
-# and 187 us, a scatter of 12 with its sum 272, `tracked` of 11 with its product and sum 345; and
-# `pushed` 110 to 129.
-HOST_US = (140.0, 3.0, 90.0)
-# Before that day, in the products of half-8b's o in 2026-11-23-ops-h200x2.jsonl, whose calls waited
-# for it: 12, 16 and 26 jobs took 371, 419 and 499 us.
-OLDER_HOST_US, OLDER_HOST = (270.0, 8.9, 0.0), "2026-11-25"
+Host = tuple[float, float, float]  # microseconds of a call, of each job, of each kernel of ours
+# What the host takes for an overlapped call without a graph, from a day on.
+# - In the products of half-8b's o in 2026-11-23-ops-h200x2.jsonl, whose calls waited for it: 12, 16
+#   and 26 jobs took 371, 419 and 499 us.
+# - Of 2026-11-25-ops-h200x2.jsonl: gathers of 11 and 15 jobs took 173 and 187 us, a scatter of 12
+#   with its sum 272, `tracked` of 11 with its product and sum 345; and `pushed` 110 to 129.
+# - Calls that come again are launched as graphs (`ladder.ops.replay`): of
+#   2026-11-28-ops-llama-h200x4.jsonl the eight shortest that wait for the host, gathers, scatters,
+#   landings and all-reduces, took 169 to 195. It is Python's: on a host that needs 11 us to launch
+#   a kernel gathers took 151 to 178 (2026-11-26-ops-again-h100x2.jsonl).
+HOSTS: tuple[tuple[str, Host], ...] = (
+    ("", (270.0, 8.9, 0.0)), ("2026-11-25", (140.0, 3.0, 90.0)), ("2026-11-26", (185.0, 0.0, 0.0)),
+)  # fmt: skip
+TODAY: Host = HOSTS[-1][1]
 PUSHED_HOST_US = 115.0
 HOST_LAUNCH_US = 6.06  # of a kernel by that host
 OURS = ("sum", "push")  # actions that launch one
@@ -35,11 +41,11 @@ LARGE = 2.0**28  # bytes of a copy whose rate is the link's
 class OperatorCost:
     """Microseconds on a machine of as many GPUs as the group has. dtype: of 16 bits.
 
-    older: calls as the host enqueued them before OLDER_HOST.
+    host: what it takes for a call, of HOSTS.
     """
 
-    def __init__(self, machine: Machine, older: bool = False) -> None:
-        self.machine, self.host_us = machine, OLDER_HOST_US if older else HOST_US
+    def __init__(self, machine: Machine, host: Host = TODAY) -> None:
+        self.machine, self.host_us = machine, host
         self.gap = machine.value("prompt_gap_us")
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
         self.square = 2.0 * SQUARE**3 / (1e6 * machine.value("matrix_tflop_s"))
@@ -79,7 +85,10 @@ class OperatorCost:
         return Moves(nbytes / self.memory)
 
     def copies(self, nbytes: float) -> Copies:
-        return Copies(self.machine.curve("peer copy").at(nbytes).us if nbytes else 0.0)
+        if nbytes == 0:
+            return Copies(0.0)
+        us = self.machine.curve("peer copy").at(nbytes).us
+        return Copies(us / (self.slowdowns.value("copies_to_all") if self.machine.gpus > 2 else 1))
 
     def exchange(self, kind: str, nbytes: float) -> float:
         """By NCCL, with its launch. An all-to-all takes what an all-gather of its bytes does."""
@@ -105,7 +114,8 @@ class OperatorCost:
         """What the host takes to enqueue a call. tiles: the product is a kernel of ours."""
         call, job, kernel = self.host_us
         ours = tiles + sum(isinstance(each, Work) and each.action in OURS for each in schedule)
-        return self.hosted(call + job * len(jobs(schedule)) + kernel * ours)
+        us = call + job * len(jobs(schedule)) + kernel * ours
+        return us if self.host_us == TODAY else self.hosted(us)
 
     def hosted(self, us: float) -> float:
         """What the machine's host takes for what took so long on the one that was measured."""

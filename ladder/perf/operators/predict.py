@@ -15,7 +15,7 @@ from ladder.ops.pushed import LARGEST
 from ladder.ops.registry import ANY_ORDER, DEFAULT
 from ladder.perf.machine import Machine
 from ladder.perf.nodes import for_degree
-from ladder.perf.operators.cost import PUSHED_HOST_US, OperatorCost
+from ladder.perf.operators.cost import PUSHED_HOST_US, TODAY, Host, OperatorCost
 from ladder.perf.operators.lower import (
     GATHER,
     LANDING,
@@ -49,12 +49,12 @@ class Predicted:
 class Predictor:
     """Predictions on a machine, or on as many of its GPUs as a point has ranks.
 
-    older: see `OperatorCost`. unmeasured: what they stand on that nobody measured, with where it is
+    host: see `OperatorCost`. unmeasured: what they stand on that nobody measured, with where it is
     from.
     """
 
-    def __init__(self, machine: Machine, older: bool = False) -> None:
-        self.machine, self.older = machine, older
+    def __init__(self, machine: Machine, host: Host = TODAY) -> None:
+        self.machine, self.host = machine, host
         self._costs: dict[int, OperatorCost] = {}
         self._times: dict[tuple[OpPoint, Variant, Mode], float] = {}
 
@@ -95,7 +95,7 @@ class Predictor:
 
     def cost(self, ranks: int) -> OperatorCost:
         if ranks not in self._costs:
-            self._costs[ranks] = OperatorCost(for_degree(self.machine, ranks), self.older)
+            self._costs[ranks] = OperatorCost(for_degree(self.machine, ranks), self.host)
         return self._costs[ranks]
 
     @property

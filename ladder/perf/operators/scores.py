@@ -12,7 +12,7 @@ from ladder.bench.ops.points import OpPoint, Variant, point_of, recorded
 from ladder.comm.capture import Mode
 from ladder.models.errors import UserError
 from ladder.perf.machine import Machine
-from ladder.perf.operators.cost import OLDER_HOST
+from ladder.perf.operators.cost import HOSTS, Host
 from ladder.perf.operators.predict import ALONE, Predicted, Predictor, plain
 from ladder.perf.prediction.records import known_degrees, records
 from ladder.plans import aligned
@@ -74,25 +74,25 @@ class OperatorScore:
 def scores(files: Sequence[Path], machine: Machine) -> list[OperatorScore]:
     """All recorded ways on this machine's GPUs that are predicted; of a way's records the one of
     the median time."""
-    found: dict[tuple[OpPoint, str, Mode, Variant, bool], list[Measured]] = {}
-    predictors = [Predictor(machine, older) for older in (False, True)]
-    for point, way, mode, variant, older, measured in _ways(files, machine):
-        if predictors[older].able(point, variant):
-            found.setdefault((point, way, mode, variant, older), []).append(measured)
+    found: dict[tuple[OpPoint, str, Mode, Variant, Host], list[Measured]] = {}
+    predictors = {host: Predictor(machine, host) for _, host in HOSTS}
+    for point, way, mode, variant, host, measured in _ways(files, machine):
+        if predictors[host].able(point, variant):
+            found.setdefault((point, way, mode, variant, host), []).append(measured)
     return [
         OperatorScore(
             point, way, mode,
             sorted(each, key=lambda one: one.us)[len(each) // 2],
-            predictors[older](point, variant, mode),
+            predictors[host](point, variant, mode),
         )
-        for (point, way, mode, variant, older), each in found.items()
+        for (point, way, mode, variant, host), each in found.items()
     ]  # fmt: skip
 
 
 def _ways(
     files: Sequence[Path], machine: Machine
-) -> Iterator[tuple[OpPoint, str, Mode, Variant, bool, Measured]]:
-    """What was timed, whether the host of then enqueued it (`OperatorCost`), and the time."""
+) -> Iterator[tuple[OpPoint, str, Mode, Variant, Host, Measured]]:
+    """What was timed, what the host took for a call then (`OperatorCost`), and the time."""
     degrees = known_degrees(machine)
     said = ", ".join(map(str, files))
     for record in records(files):
@@ -104,8 +104,8 @@ def _ways(
             variant = _variant(data, point)
             if variant is None or point.ranks not in degrees:
                 continue
-            older = about["date"] < OLDER_HOST
-            found = point, data["way"], data["mode"], variant, older, _measured(record["result"])
+            host = max((day, host) for day, host in HOSTS if day <= about["date"])[1]
+            found = point, data["way"], data["mode"], variant, host, _measured(record["result"])
         except (KeyError, TypeError) as error:
             raise UserError(
                 f"{said}: a record lacks a field, or has one that is unknown ({error}); name files "
