@@ -14,9 +14,9 @@ POWER = (
 FOUR_BY_HAND = {
     "copies_to_all": Value(
         0.79,
-        "measured by hand: the link of `ladder bench ops` on 4x H200, 301 GB/s, the median of 19 "
-        "runs of 2026-11-27 and 28 (290 to 366), of 383 GB/s of copies of 64 MiB to one peer, "
-        "2026-11-27-machine-h200x4.json",
+        "measured by hand: the link of `ladder bench ops` on 4x H200, the better of NCCL and "
+        "copies, all ranks to all at once, 301 GB/s, the median of 19 runs of 2026-11-27 and 28 "
+        "(290 to 366); of 383 GB/s of copies of 64 MiB to one peer, 2026-11-27-machine-h200x4.json",
     ),
     "power_exponent": Value(
         0.53,

@@ -26,6 +26,7 @@ from ladder.ops.registry import OPERATORS, Call
 FIELDS = {"sizes": list, "us": int | float, "instead_us": int | float}
 # `collective` and the baseline of `ladder bench ops` do the same: their medians differ by so much.
 NOISE = 0.01
+GATHERED = ("all_gather_matmul", "matmul_reduce_scatter_backward")  # what a product reads
 
 
 def refusal(call: Call, entry: Mapping[str, Any]) -> str | None:
@@ -70,7 +71,7 @@ def said(entry: Mapping[str, Any]) -> str:
 def _width(call: Call) -> int:
     """A product's operations for each number that its exchange moves, but for a constant."""
     _, outputs, inputs = call.exact
-    return outputs if call.op == "all_gather_matmul" else inputs
+    return outputs if call.op in GATHERED else inputs
 
 
 def check(where: str, entry: Mapping[str, Any]) -> None:

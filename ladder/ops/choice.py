@@ -26,6 +26,7 @@ from ladder.comm.capture import mode as current_mode
 from ladder.jit import device_name
 from ladder.models.errors import UserError, check_keys, unknown
 from ladder.ops import between
+from ladder.ops.refusals import reduced_precision
 from ladder.ops.registry import (
     ANOTHER,
     ANY_ORDER,
@@ -144,7 +145,8 @@ def explain(
 def choose(call: Call) -> Choice:
     """The implementation for a call. Raises UserError if one is insisted on that cannot run it."""
     known = tuple(OPERATORS[call.op].implementations)
-    return _choose(call, known, _asked.get(call.op), os.environ.get(VARIABLE) or None)
+    asked, file = _asked.get(call.op), os.environ.get(VARIABLE) or None
+    return _choose(call, known, asked, file, reduced_precision())
 
 
 def listed(call: Call) -> tuple[str, Mapping[str, Any]]:
@@ -173,9 +175,10 @@ def run(call: Call, group: dist.ProcessGroup, *arguments: Any) -> Any:
 @functools.lru_cache(maxsize=4096)  # prompts have many lengths
 def _choose(
     call: Call, known: tuple[str, ...], asked: tuple[str, tuple[tuple[str, Any], ...]] | None,
-    file: str | None,
+    file: str | None, settings: tuple[bool, ...],
 ) -> Choice:  # fmt: skip
-    """known: the operator's implementations, to which others may be added."""
+    """known: the operator's implementations, to which others may be added. settings: of torch, on
+    which refusals depend."""
     implementations = {name: OPERATORS[call.op].implementations[name] for name in known}
     refusals = {name: each.refusal(call) for name, each in implementations.items()}
     options: Mapping[str, Any] = {}

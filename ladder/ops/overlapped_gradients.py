@@ -24,15 +24,10 @@ from ladder.ops.finish import ALL_ROWS, adding
 from ladder.ops.gradient_schedules import gathered_gradients
 from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD, joined
 from ladder.ops.overlapped import GATHER, SCATTER, scatter_chunks
-from ladder.ops.refusals import peer_refusal
+from ladder.ops.refusals import peer_refusal, rounding_refusal
 from ladder.ops.registry import Call, implement
 from ladder.ops.steps import ALL
 from ladder.ops.waves import by_chunks
-
-SETTING = {
-    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
-    torch.float16: "allow_fp16_reduced_precision_reduction",
-}
 
 
 def _like(matrix: Tensor) -> Tensor:
@@ -85,17 +80,6 @@ def chunked_gather_gradients(
     return rows_back(own, whole, gather_dim), of_Bs
 
 
-def _rounding_refusal(call: Call) -> str | None:
-    """Of sums over all rows that are rounded after those of each rank."""
-    setting = SETTING.get(call.dtype)
-    if setting is not None and not getattr(torch.backends.cuda.matmul, setting):
-        return (
-            f"it rounds the matrix's gradient after each rank's rows, which "
-            f"torch.backends.cuda.matmul.{setting}=False forbids"
-        )
-    return peer_refusal(call)
-
-
 def _one_or_chunks(call: Call, options: Mapping[str, Any]) -> float:
     """Of the product of all rows, whatever the sum over them takes."""
     return 0.0 if options.get("whole") else by_chunks(1)(call, options)
@@ -104,8 +88,9 @@ def _one_or_chunks(call: Call, options: Mapping[str, Any]) -> float:
 @implement(
     SCATTER_BACKWARD,
     "chunked",
-    _rounding_refusal,
+    rounding_refusal,
     (*STREAMS, "pairs", "whole"),
+    ordered=False,
     surplus=_one_or_chunks,
 )
 def chunked_scatter_gradients(
@@ -113,7 +98,7 @@ def chunked_scatter_gradients(
     streams: int = 1, pairs: bool = False, whole: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gather as by `chunked`, and behind each product that of the matrix's gradient, which is
-    added in the matrix's dtype to those before.
+    added in the matrix's dtype to those before, the own rank's first.
 
     streams: 2: the matrix's gradient on the second one. pairs: as of the reduce-scatter, but of the
     rows of two ranks that have arrived. whole: the gradient of A is one product, behind the others.

@@ -10,6 +10,10 @@ from ladder.kernels.norm import MAX_SIZE
 from ladder.ops.registry import Call
 
 HALF = (torch.bfloat16, torch.float16)
+ROUNDING = {
+    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+    torch.float16: "allow_fp16_reduced_precision_reduction",
+}  # of torch.backends.cuda.matmul
 
 
 def peer_refusal(call: Call) -> str | None:
@@ -30,6 +34,22 @@ def kernel_refusal(call: Call) -> str | None:
     if call.dtype not in HALF:
         return (
             f"its kernel takes bfloat16 and float16, not {str(call.dtype).removeprefix('torch.')}"
+        )
+    return peer_refusal(call)
+
+
+def reduced_precision() -> tuple[bool, ...]:
+    """What torch's settings allow of ROUNDING, which must be the same on all ranks."""
+    return tuple(bool(getattr(torch.backends.cuda.matmul, each)) for each in ROUNDING.values())
+
+
+def rounding_refusal(call: Call) -> str | None:
+    """Of sums over all rows that are rounded after those of each rank."""
+    setting = ROUNDING.get(call.dtype)
+    if setting is not None and not getattr(torch.backends.cuda.matmul, setting):
+        return (
+            f"it rounds the matrix's gradient after each rank's rows, which "
+            f"torch.backends.cuda.matmul.{setting}=False forbids"
         )
     return peer_refusal(call)
 

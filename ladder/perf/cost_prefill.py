@@ -127,8 +127,9 @@ class PromptCost:
     ) -> Estimate:
         """An exchange of all rows inside of a product, beyond the product.
 
-        back: inside of the product's gradients. lands: so is the landing of a scatter. It counts as one behind it, too: in a model such
-        operators take about that much longer than one by one (docs/predict.md).
+        back: inside of the product's gradients. lands: so is the landing of a scatter. It counts as
+        one behind it, too: in a model such operators take about that much longer than one by one
+        (docs/predict.md).
         """
         outputs, inputs = self.shapes[part]
         if back:

@@ -48,11 +48,12 @@ def provoke(
     op: str, ways: list[tuple[str, dict[str, Any]]], world: int, seed: int, calls: int = 4,
     change: Callable[[int, Schedule], Schedule] = lambda rank, schedule: schedule,
     rows: tuple[int, ...] = (1, 9, 20), columns: tuple[int, ...] = (8, 40),
+    ops: list[str] | None = None,
 ) -> None:  # fmt: skip
     """Several calls of several shapes, queued on all ranks, then run in a random order of events.
 
     Inputs are written on the main stream right before their call and overwritten right after it.
-    ways: implementations and their options, in turn.
+    ways: implementations and their options, in turn. ops: of each way, where these differ.
     """
     source = random.Random(seed)
     sets = [source.randrange(2) for _ in range(99)] if seed % 3 else [seed % 2] * 99
@@ -68,6 +69,7 @@ def provoke(
             machine.rank = rank
             group = Group(rank, everyone)
             for call, (m, n) in enumerate(shapes):
+                op = ops[call % len(ways)] if ops else op
                 per_rank = m // world if op in OF_SHARDS else m
                 inputs = operands(world, call, per_rank, n, torch.bfloat16)
                 A, B = (torch.full_like(each, torch.nan) for each in inputs[rank])
@@ -84,6 +86,7 @@ def provoke(
     for (rank, call), found in outs.items():
         way = ways[call % len(ways)]
         averaged = way[0] == "ring" and call % 2 == 1
+        op = ops[call % len(ways)] if ops else op
         check_same(op, f"{op} {way} {rank, call}", found, wanted[rank, call], averaged)
 
 
@@ -106,6 +109,17 @@ def test_implementations_that_share_slots(op: str) -> None:
     for seed in range(12):
         random.Random(seed).shuffle(ways)
         provoke(op, ways, 3 + seed % 2, 3 * seed, 6)  # all calls use the same set
+
+
+def test_gathers_and_gradients_share_slots() -> None:
+    """A gather's own slot is not written by its chunks, that of gradients by a copy, if `whole`."""
+    one, other = "all_gather_matmul", SCATTER_BACKWARD
+    ways = [(one, each) for each in options_of(one, "chunked")]
+    ways += [(other, each) for each in options_of(other, "chunked")]
+    for seed in range(12):
+        random.Random(seed).shuffle(ways)
+        provoke("", [("chunked", options) for _, options in ways], 3 + seed % 2, 3 * seed, 6,
+                ops=[op for op, _ in ways])  # fmt: skip
 
 
 def label(kind: str, options: dict[str, Any]) -> str:

@@ -12,7 +12,6 @@ import torch
 import ladder.ops
 from ladder.comm import capture
 from ladder.models.errors import UserError
-from ladder.ops import registry
 from ladder.ops.blocks import Blocks
 from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.registry import ANOTHER, OPERATORS
@@ -81,16 +80,16 @@ def test_what_cannot_run_is_refused_and_nothing_is_picked_unmeasured() -> None:
             shapes = [(512, 256), (256, 16385)]
             why = dict(ladder.ops.explain(op, shapes, ranks=4, device="NVIDIA H200").others)
             assert all("rows of up to 16384 columns" in why[name] for name in names)
-    way = OPERATORS[SCATTER_BACKWARD].implementations["chunked"]
-    call = registry.call_of(
-        SCATTER_BACKWARD, "NVIDIA H200", torch.bfloat16, 4, (512, 256, 512), True, "eager"
-    )
-    assert way.refusal(call) is None
+    given: Any = (SCATTER_BACKWARD, [(512, 256), (256, 512)])
+    about: Any = {"ranks": 4, "device": "NVIDIA H200", "any_order": True}
     setting = "allow_bf16_reduced_precision_reduction"
     allowed = getattr(torch.backends.cuda.matmul, setting)
+    words = f"torch.backends.cuda.matmul.{setting}=False forbids"
     try:
-        setattr(torch.backends.cuda.matmul, setting, False)
-        assert f"torch.backends.cuda.matmul.{setting}=False forbids" in str(way.refusal(call))
+        for value in (True, False, True):  # also after calls that were chosen before
+            setattr(torch.backends.cuda.matmul, setting, value)
+            why = dict(ladder.ops.explain(*given, **about).others)["chunked"]
+            assert (words in why) != value
     finally:
         setattr(torch.backends.cuda.matmul, setting, allowed)
     for op, name in FEW_ROWS:

@@ -202,9 +202,18 @@ def test_only_does_not_mix_machines(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_every_part_has_a_name_for_only() -> None:
-    names = ["values", "peer copy", "product", "product beside push", *SPEEDS, *TURNS]
+    names = [
+        "values",
+        "peer copy",
+        "copies to all",
+        "product",
+        "product beside push",
+        *SPEEDS,
+        *TURNS,
+    ]
     assert {family(name) for name in names} <= set(FAMILIES)
     assert {family_of_value(name) for name in VALUES} <= set(FAMILIES)
+    assert family("copies to all") == family_of_value("copies_to_all") == family("peer copy")
     assert family(SPEEDS[0]) == family("product beside push") == "beside"
 
 

@@ -25,7 +25,7 @@ from ladder.files import write_text
 from ladder.models.errors import UserError
 from ladder.ops import between
 from ladder.ops.choice import unmeasured
-from ladder.ops.registry import ANY_ORDER, OPERATORS, SERIAL, Call, Implementation, bucket
+from ladder.ops.registry import OPERATORS, SERIAL, Call, Implementation, bucket
 from ladder.ops.table import ORDERS, read_table
 
 KEY = ("op", "device", "dtype", "ranks", "sizes")
@@ -45,7 +45,7 @@ def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
     mode, and was slower in none; but for points at which the entry would not pick it
     (`ladder.ops.between`), and `staged` runs. Where no graph can hold `staged`, it counts with its
     eager time. An entry of order "any" names what is the fastest beside `collective` in the same
-    way; there is one where `collective` was measured.
+    way, or beside `staged` of an operator without it; there is one where that was measured.
     """
     timed = [(call, times_of(found)) for call, found in measured]
     waits = host_waits(measured)
@@ -57,7 +57,8 @@ def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
             by_call.setdefault(replace(at, exact=()), []).append((at, {**plain, **own}))
     made = []
     for call, points in by_call.items():
-        for order, base in zip(ORDERS, SERIAL, strict=True):
+        for order in _orders(call):
+            base = unmeasured(replace(call, any_order=order == "any"))
             found = _fastest(points, Variant(base), order, waits)
             if found is not None:
                 made.append({
@@ -67,6 +68,12 @@ def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
                     "source": source,
                 })  # fmt: skip
     return made
+
+
+def _orders(call: Call) -> tuple[str, ...]:
+    """Those in which the operator's implementations add."""
+    ordered = all(each.ordered for each in OPERATORS[call.op].implementations.values())
+    return ORDERS[:1] if ordered else ORDERS
 
 
 def times_of(found: Iterable[tuple[Timed, Result]]) -> Times:
@@ -159,8 +166,7 @@ def picked_by(measured: Sequence[Measured], new: Sequence[Mapping[str, Any]]) ->
         key = call.op, call.device, dtype, str(call.ranks), str([*call.sizes]), mode
         for order, said in zip(ORDERS, ("", " in any order"), strict=True):
             entry = known.get((*key, order)) or known.get((*key, "ranks"))
-            implementations = OPERATORS[call.op].implementations
-            if entry is None or (order == "any" and ANY_ORDER not in implementations):
+            if entry is None or order not in _orders(call):
                 continue
             variant = Variant(entry["implementation"], tuple(entry["options"].items()))
             if _unfit(call, entry):

@@ -28,7 +28,8 @@ def parts(
         yield Part("all-reduce", {"algorithm": name}, run)
     if push:
         yield Part("peer copy", {}, partial(_peer_copies, sizes, group, device))
-        yield Part("copies to all", {}, partial(_copies_to_all, sizes, group, device))
+        if dist.get_world_size(group) > 2:  # of two there is one peer
+            yield Part("copies to all", {}, partial(_copies_to_all, sizes, group, device))
     for kind, call in (("all-gather", _gather), ("reduce-scatter", _scatter)):
         yield Part(kind, {"algorithm": backend}, partial(_whole, sizes, call, group, device))
 
