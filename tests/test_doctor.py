@@ -285,7 +285,7 @@ def test_decode_kernels_name_what_runs_without_them(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (found[index], 0))
     said = machine.probe_decode_kernels()
     assert "fused kernels in Triton" in said
-    assert "virtual ranks" in said
+    assert "biases of outputs or MLPs" in said
     assert ("need Hopper" in said) == without
 
 

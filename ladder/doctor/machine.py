@@ -266,7 +266,7 @@ def probe_decode_kernels() -> str:
     found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
     converted = any(each[0] != 9 and each >= FP8_CAPABILITY for each in found)
     return (
-        "fused kernels in Triton; models with virtual ranks, biases of outputs or MLPs, adapters, "
+        "fused kernels in Triton; models with biases of outputs or MLPs, adapters, "
         "mixers or feed-forwards of your own, or that compute in another dtype than their weights' "
         "decode by plain modules"
         + ("; products in fp8 by pieces, which are faster, need Hopper" if converted else "")

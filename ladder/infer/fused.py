@@ -28,10 +28,12 @@ from ladder.kernels.limits import MAX_ADDENDS
 from ladder.kernels.norm import add_rms_norm
 from ladder.kernels.prefill import rotary_prompt
 from ladder.models.config import ModelConfig
+from ladder.models.eight_bits import BLOCK
 from ladder.models.errors import UserError
 from ladder.models.forward_pass import Norm, add_norm
 from ladder.models.layers import (
     Embedding,
+    KVParallelLinear,
     ParallelLinear,
     RMSNorm,
     local,
@@ -41,11 +43,13 @@ from ladder.models.layers import (
 from ladder.models.plan import Plan
 from ladder.models.reducer import Reducer
 from ladder.models.runtime import PassFactory
+from ladder.models.storage import pieces
 from ladder.models.sublayers import MLP, Attention, Context, Sublayer
 from ladder.models.transformer import Parts, Transformer
 from ladder.parallel.choose import Choice, choose
-from ladder.parallel.decode import DecodeReducer, Matrix
+from ladder.parallel.decode import DecodeReducer
 from ladder.parallel.dispatch import PREFILL_TRANSPORTS
+from ladder.parallel.matrix import Matrix, RankMatrices
 from ladder.parallel.overlap import Overlap
 from ladder.parallel.prefill import FusedPrefill, FusedPrompts, fused_passes
 from ladder.parallel.reducers import AsyncReducer, PushReducer
@@ -54,62 +58,75 @@ from ladder.parallel.sharded import ShardedReducer
 
 
 class FusedAttention(Sublayer):
-    """`Attention` with one packed matrix (and an optional bias) for queries, keys and values.
+    """`Attention` with one packed matrix (and an optional bias) for queries, keys and values, for
+    each rank that the process holds.
 
     A single token per sequence is a decode step and needs no mask; longer inputs are prompts that
-    start at position 0 and use torch's attention. gain: the norm's weight, folded into the packed
-    matrix. table: the rotary table of all positions. arrived: the attention kernel's counters.
-    halves: the output's decode products take their input in float16.
+    start at position 0 and use torch's attention. gains: the norm's weight of each held rank,
+    folded into its packed matrix. table: the rotary table of all positions. arrived: the attention
+    kernel's counters. halves: the output's decode products take their input in float16.
     """
 
     def __init__(
-        self, config: ModelConfig, attention: Attention, gain: Tensor, table: Tensor,
+        self, config: ModelConfig, attention: Attention, gains: Sequence[Tensor], table: Tensor,
         arrived: Tensor, halves: bool,
     ) -> None:  # fmt: skip
         super().__init__(config, attention.layer)
-        index, head_dim = attention.k_proj.held_heads(), attention.head_dim
-        self.heads = local(attention.q_proj.weight).shape[0] // head_dim
-        self.kv_heads = len(index)
+        self.held, head_dim = len(gains), attention.head_dim
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        self.qkv = pack(projections, gain, heads=(head_dim, index))
-        self.bias: Tensor | None = None
+        self.heads = len(held_part(attention.q_proj, "weight", 0)) // head_dim
+        self.kv_heads = len(held_part(attention.k_proj, "weight", 0)) // head_dim
+        self.qkv = pack(projections, gains)
+        self.bias: Tensor | None = None  # [C], or [R, C]
         if attention.q_proj.bias is not None:
-            biases = [local(p.bias).unflatten(0, (-1, attention.head_dim)) for p in projections]
-            self.bias = torch.cat((biases[0], biases[1][index], biases[2][index])).flatten()
+            biases = [
+                torch.cat([held_part(each, "bias", r) for each in projections])
+                for r in range(self.held)
+            ]
+            self.bias = torch.stack(biases) if self.held > 1 else biases[0]
         self.gains: tuple[Tensor, Tensor] | None = None
         self.eps = 0.0
         if isinstance(attention.q_norm, RMSNorm):
             self.gains = _gain(attention.q_norm), _gain(attention.k_norm)
             self.eps = attention.q_norm.eps
         self.output = pack([attention.o_proj])
-        self.head_dim, self.table, self.arrived = attention.head_dim, table, arrived
+        self.head_dim, self.table, self.arrived = head_dim, table, arrived
         self.halves = halves
         if halves:
-            halve_attention(self.qkv, self.bias, self.kv_heads * head_dim, self.output)
+            biases = [None] * self.held if self.bias is None else self.bias.view(self.held, -1)
+            for qkv, bias, output in zip(each(self.qkv), biases, each(self.output), strict=True):
+                halve_attention(qkv, bias, self.kv_heads * head_dim, output)
 
     def compute(self, x: Any, context: Context) -> Any:
         assert context.mask is None, "fused attention knows what to see from the cache's positions"
         cache = context.cache
         assert isinstance(cache, Cache)
         (packed,) = context.operators.column(x, (self.qkv,))
+        bias = self.bias
+        if self.held > 1:  # the kernels take all ranks' rows as sequences
+            if bias is not None:
+                packed, bias = packed.add_(bias[:, None, None]), None
+            packed = packed.flatten(0, 1)
         if packed.shape[1] == 1:
-            out = self._decode(packed[:, 0], cache).unsqueeze(1)
+            out = self._decode(packed[:, 0], bias, cache).unsqueeze(1)
         else:
-            out = self.wanted(self._prompt(packed, cache), context)
-        return context.operators.row(out, self.output)
+            out = self._prompt(packed, bias, cache)
+        if self.held > 1:
+            out = out.unflatten(0, (self.held, -1))
+        return context.operators.row(self.wanted(out, context), self.output)
 
-    def _decode(self, packed: Tensor, cache: Cache) -> Tensor:
-        half = self.halves and decode_shapes.by_halves(len(packed))
+    def _decode(self, packed: Tensor, bias: Tensor | None, cache: Cache) -> Tensor:
+        half = self.halves and decode_shapes.by_halves(len(packed) // self.held)  # as products ask
         return decode_attention(
             packed, self.table, cache.positions[:, 0], cache.keys[self.layer],
-            cache.values[self.layer], self.heads, self.head_dim**-0.5, self.arrived, self.bias,
+            cache.values[self.layer], self.heads, self.head_dim**-0.5, self.arrived, bias,
             self.gains, self.eps, cache.layer_exponents(self.layer),
             torch.float16 if half else None,
         )  # fmt: skip
 
-    def _prompt(self, packed: Tensor, cache: Cache) -> Tensor:
-        if self.bias is not None:
-            packed = packed.add_(self.bias)
+    def _prompt(self, packed: Tensor, bias: Tensor | None, cache: Cache) -> Tensor:
+        if bias is not None:
+            packed = packed.add_(bias)
         q, k, v = rotary_prompt(
             packed, self.table, cache.keys[self.layer], cache.values[self.layer], self.heads,
             self.kv_heads, self.gains, self.eps, cache.layer_exponents(self.layer),
@@ -123,12 +140,15 @@ class FusedAttention(Sublayer):
 class FusedMLP(Sublayer):
     """`MLP` with one packed matrix for gate and up, whose kernel also computes their product."""
 
-    def __init__(self, config: ModelConfig, mlp: MLP, gain: Tensor, halves: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, mlp: MLP, gains: Sequence[Tensor], halves: bool
+    ) -> None:
         super().__init__(config, mlp.layer)
-        self.gate_up = pack([mlp.gate_proj, mlp.up_proj], gain, gated=True)
+        self.gate_up = pack([mlp.gate_proj, mlp.up_proj], gains, gated=True)
         self.down = pack([mlp.down_proj])
         if halves:
-            halve_swiglu(self.gate_up, self.down)
+            for gate_up, down in zip(each(self.gate_up), each(self.down), strict=True):
+                halve_swiglu(gate_up, down)
 
     def compute(self, x: Any, context: Context) -> Any:
         (inner,) = context.operators.column(x, (self.gate_up,))
@@ -149,45 +169,81 @@ class FusedEmbedding(nn.Module):
         return rows.unflatten(0, tokens.shape)
 
 
-def pack(
-    matrices: Sequence[ParallelLinear], gain: Tensor | None = None, gated: bool = False,
-    heads: tuple[int, list[int]] | None = None,
-) -> Matrix:  # fmt: skip
-    """The rows of all matrices as one, with a norm's weight `gain` folded in.
+Packed = Matrix | RankMatrices
 
-    Matrices in 8 bits have theirs folded in already, and `gain` is 1 (see `quantise_model`). heads:
-    (head_dim, which to take) of all matrices but the first, of queries, keys and values.
+
+def each(packed: Packed) -> Sequence[Matrix]:
+    """The matrix of each rank that the process holds."""
+    return packed.parts if isinstance(packed, RankMatrices) else [packed]
+
+
+def pack(
+    matrices: Sequence[ParallelLinear], gains: Sequence[Tensor] = (), gated: bool = False
+) -> Packed:
+    """The rows of all matrices as one, with a norm's weight of each held rank folded in.
+
+    Matrices in 8 bits have theirs folded in already, or read a norm that keeps it (see
+    `norms_of` in ladder.models.quantised).
     """
 
-    def rows(values: list[Tensor]) -> Tensor:
-        if heads is not None:
-            split = (value.unflatten(0, (-1, heads[0])) for value in values[1:])
-            values = [values[0], *(value[heads[1]].flatten(0, 1) for value in split)]
-        return values[0] if len(values) == 1 else torch.cat(values)
+    def rows(name: str, rank: int) -> Tensor:
+        values = [held_part(matrix, name, rank) for matrix in matrices]
+        return values[0] if len(values) == 1 else _as_bits(torch.cat, values)
 
-    weights = [local(each.weight) for each in matrices]
-    if matrices[0].scales is None:
-        whole = rows(weights)
-        return Matrix(whole if gain is None else fold(whole, gain), gated)
-    stored = rows([weight.view(torch.uint8) for weight in weights]).view(weights[0].dtype)
-    scales = rows([local(each.scales) for each in matrices])
-    return Matrix(stored, gated, scales, matrices[0].rounds)
+    def matrix(rank: int) -> Matrix:
+        if matrices[0].scales is None:
+            whole = rows("weight", rank)
+            return Matrix(fold(whole, gains[rank]) if gains else whole, gated)
+        return Matrix(rows("weight", rank), gated, rows("scales", rank), matrices[0].rounds)
+
+    held = matrices[0].ranks.held
+    return matrix(0) if held == 1 else RankMatrices(matrix(rank) for rank in range(held))
+
+
+def held_part(matrix: ParallelLinear, name: str, rank: int) -> Tensor:
+    """What the process's rank number `rank` has of a matrix's weight, scales or bias."""
+    value, held = local(getattr(matrix, name)), matrix.ranks.held
+    if isinstance(matrix, KVParallelLinear):
+        index = matrix.held_heads()
+        own = index[rank * len(index) // held : (rank + 1) * len(index) // held]
+        return _as_bits(
+            lambda bits: bits.unflatten(0, (-1, matrix.head_dim))[own].flatten(0, 1), value
+        )
+    split = matrix.parameter_specs()[name].split
+    return value if held == 1 or split is None else value.chunk(held, split)[rank]
+
+
+def _as_bits(move: Callable[[Any], Tensor], values: Any) -> Tensor:
+    """`move` of one or several tensors of a type, which may be one that torch only stores."""
+    first = values if isinstance(values, Tensor) else values[0]
+    if first.dtype != torch.float8_e4m3fn:
+        return move(values)
+    bits = [each.view(torch.uint8) for each in ([first] if values is first else values)]
+    return move(bits[0] if values is first else bits).view(first.dtype)
 
 
 def fold(weight: Tensor, gain: Tensor) -> Tensor:
     """`weight` [N, D] for inputs that were normed without `gain` [D]."""
-    return (weight.float() * gain.float()).to(weight.dtype)
+    folded = torch.empty_like(weight)
+    for some in pieces(*weight.shape):  # of a head the whole in float32 would be gigabytes
+        folded[some] = weight[some].float() * gain.float()
+    return folded
 
 
 def fused_add_norm(
     residual: Tensor, addends: list[tuple[Tensor, float]], norm: Norm
 ) -> tuple[Tensor, Tensor]:
     """`ladder.models.forward_pass.add_norm` as one kernel, for a norm with one weight."""
+    size = residual.shape[-1]
     if not isinstance(norm, RMSNorm) or len(addends) > MAX_ADDENDS:
         return add_norm(residual, addends, norm)
     weight = local(norm.weight).to(residual.dtype).flatten()
-    pairs = [(value.flatten(0, 1), factor) for value, factor in addends]
-    landed, normed = add_rms_norm(residual.flatten(0, 1), pairs, weight, norm.eps)
+    if len(weight) != size:  # of several virtual ranks
+        return add_norm(residual, addends, norm)
+    # A sum has the rows of one rank, which are added to the residual of each virtual rank.
+    pairs = [(value.reshape(-1, size).contiguous(), factor) for value, factor in addends]
+    rows = residual.reshape(-1, size).contiguous()  # those of virtual ranks begin as one
+    landed, normed = add_rms_norm(rows, pairs, weight, norm.eps)
     return landed.view(residual.shape), normed.view(residual.shape)
 
 
@@ -195,9 +251,13 @@ def fuse_refusal(model: Transformer) -> str:
     """Why `fuse` does not support this model, or nothing."""
     config, stored = model.config, model.model.embed_tokens.weight.dtype
     computes, held = model.runtime.compute_dtype, model.reducer.ranks.held
+    scales = model.lm_head.scales  # of a block, which has to be of one rank
+    blocked = held > 1 and scales is not None and scales.dim() == 2
+    inputs = config.num_heads * config.head_dim, config.intermediate_size
+    cut = any(size // model.reducer.ranks.degree % BLOCK for size in inputs)
     found = {
         f"mixer={config.mixer} and feed_forward={config.feed_forward}": not config.has_usual_slots,
-        f"{held} virtual ranks on a process": held != 1,
+        f"{held} virtual ranks whose inputs are no multiples of a block's {BLOCK}": blocked and cut,
         "biases of outputs (attention_bias)": config.attention_bias,
         "biases of MLPs (mlp_bias)": config.mlp_bias,
         "adapters": model.adapted,
@@ -235,26 +295,36 @@ def fuse(model: Transformer) -> InferenceTransformer:
         where = device_name(weight.device), base.ranks.processes
         overlaps = Overlap(config, *where, weight.dtype, base.group)
 
+    def gains(norm: nn.Module) -> list[Tensor]:
+        """Of each held rank: that of all ranks, or its own."""
+        gain = _gain(norm)
+        return list(gain) if gain.dim() == 2 else [gain] * base.ranks.held
+
     def mixer(config: ModelConfig, layer: int) -> Sublayer:
-        attention, gain = layers[layer].self_attn, _gain(layers[layer].input_layernorm)
-        return _take(attention, FusedAttention(config, attention, gain, table, arrived, splits))
+        attention, norm = layers[layer].self_attn, layers[layer].input_layernorm
+        packed = FusedAttention(config, attention, gains(norm), table, arrived, splits)
+        return _take(attention, packed)
 
     def feed_forward(config: ModelConfig, layer: int) -> Sublayer:
         first = layers[layer].input_layernorm  # `parallel` has one norm
-        gain = _gain(getattr(layers[layer], "post_attention_layernorm", first))
-        return _take(layers[layer].mlp, FusedMLP(config, layers[layer].mlp, gain, splits))
+        norm = getattr(layers[layer], "post_attention_layernorm", first)
+        return _take(layers[layer].mlp, FusedMLP(config, layers[layer].mlp, gains(norm), splits))
 
     def head(config: ModelConfig) -> nn.Module:
         # The final mean averages normed residuals over ranks: their norm keeps its weight.
-        return pack([model.lm_head], None if plan.final_mean else _gain(model.model.norm))
+        return pack([model.lm_head], [] if plan.final_mean else [_gain(model.model.norm)])
 
     embedding = FusedEmbedding(model.model.embed_tokens)
     parts = Parts(mixer, feed_forward, lambda config: embedding, head)
     fused = InferenceTransformer(config, parts)
-    for norm in (each for each in fused.modules() if isinstance(each, RMSNorm)):
-        norm.weight = nn.Parameter(torch.ones(norm.weight.shape[-1:]).to(weight))
-    if plan.final_mean:
-        fused.model.norm.weight.copy_(_gain(model.model.norm))
+    read = dict(model.named_modules())
+    for name, norm in fused.named_modules():
+        if isinstance(norm, RMSNorm):
+            gain = _gain(read[name])
+            kept = plan.final_mean and norm is fused.model.norm
+            # Matrices in 8 bits have no norm of several ranks folded in.
+            kept |= gain.dim() == 2 and model.lm_head.scales is not None
+            norm.weight = nn.Parameter(gain if kept else torch.ones(gain.shape[-1:]).to(weight))
     runtime = replace(
         model.runtime,
         rotary=lambda config, positions, dtype: table,  # the fused kernels index it by position
@@ -319,7 +389,8 @@ class PassReducers:
         self.insists, self.overlaps = insists, overlaps
         self.push = push = base if isinstance(base, PushReducer) else None
         self.makers: dict[tuple[str, str], PassFactory] = {("async", ""): base, ("push", ""): base}
-        self.makers["decode", ""] = DecodeReducer(base, plan, splits)
+        if base.ranks.held == 1:
+            self.makers["decode", ""] = DecodeReducer(base, plan, splits)
         if push is not None and sharded_refusal(plan, base.ranks) is None:
             for transport in PREFILL_TRANSPORTS:
                 sharded = ShardedReducer(base.ranks, push.group, plan, transport)
@@ -356,5 +427,7 @@ class PassReducers:
 
 
 def _gain(norm: nn.Module) -> Tensor:
+    """A norm's weight [D]; [R, D] where each of several virtual ranks has its own."""
     assert isinstance(norm, RMSNorm)
-    return local(norm.weight).flatten().clone()
+    gain = local(norm.weight).clone()
+    return gain[0] if gain.dim() == 2 and len(gain) == 1 else gain

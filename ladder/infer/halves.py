@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ladder.models.storage import pieces
-from ladder.parallel.decode import Matrix
+from ladder.parallel.matrix import Matrix
 
 MOST = 2.0**15  # half of what float16 holds: the rest is for rounding
 

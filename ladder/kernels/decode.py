@@ -112,7 +112,7 @@ def project(
     squares: Tensor | None = None, pieces: Pieces | None = None, eps: float = 0.0,
     add: Tensor | None = None, factor: float = 1.0, push: PushTarget | None = None,
     keep: bool = True, scales: Scales | None = None, fixed: bool = True,
-    gives: torch.dtype | None = None, beside: bool = False,
+    gives: torch.dtype | None = None, beside: bool = False, out: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """x [M, K] times weight [N, K] transposed, for M from 1 to 64: [M, N] in `gives`, or as x.
 
@@ -127,7 +127,7 @@ def project(
     converted in registers but for `pieces`, and the sum of a row, or of a block's columns, is
     multiplied by its scale. fixed: no kernel that may still run when this is launched writes the
     weights, so they are read before the previous one has ended. beside: other kernels are meant to
-    run at the same time.
+    run at the same time. out: memory for the result.
     """
     rows, size = x.shape
     outputs, gives = weight.shape[0], gives or x.dtype
@@ -148,12 +148,14 @@ def project(
     chunks = 1 if squares is None else squares.shape[1]
     assert squares is None or squares.shape in ((rows, 1), (rows, -(-size // CHUNK)))
     assert push is not None or keep
+    assert out is None or (keep and out.is_contiguous())
+    assert out is None or (out.shape, out.dtype) == ((rows, outputs), gives)
     assert fixed or scales is None, "scales are read early"
     if not on_triton(x):
         assert push is None, "only GPUs share slots"
         plain = {} if add is None else {"add": add, "factor": factor}
         y = project_reference(x, weight, up, squares=squares, eps=eps, scales=scales, **plain)
-        return y.to(gives)
+        return y.to(gives) if out is None else out.copy_(y)
     blocked = scales is not None and scales[0].dim() == 2
     if weight.dtype != torch.float8_e4m3fn or blocked or not decode_shapes.by_pieces(rows):
         pieces = None
@@ -175,7 +177,8 @@ def project(
         align = 1
     # `add` goes to the returned result only if nothing is pushed.
     store = keep and not (add is not None and push is None)
-    out = torch.empty(rows, outputs, dtype=gives, device=x.device) if keep else x
+    if out is None:
+        out = torch.empty(rows, outputs, dtype=gives, device=x.device) if keep else x
     launch(
         _project_kernel, (triton.cdiv(outputs, own),), x.device,
         x, weight, weight if up is None else up, *(scales or (None, None)),

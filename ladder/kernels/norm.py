@@ -8,7 +8,7 @@ from typing import no_type_check
 import torch
 from torch import Tensor
 
-from ladder.jit import begin, check_dtype, check_tensor, kernel, launch, on_triton, tl, triton
+from ladder.jit import begin, check_dtype, check_tensor, jit, kernel, launch, on_triton, tl, triton
 from ladder.kernels.limits import MAX_ADDENDS
 from ladder.models.errors import UserError
 
@@ -23,11 +23,19 @@ def add_rms_norm_reference(
 ) -> Pair:
     total = residual.float()
     for addend, factor in addends:
-        total = total + addend.float() * factor
+        turns = len(residual) // len(addend)
+        total = total + addend.float().repeat(turns, 1) * factor
     normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
     if out is not None:
         return out[0].copy_(total), out[1].copy_(normed)
     return total.to(residual.dtype), normed.to(residual.dtype)
+
+
+@jit
+@no_type_check
+def _addend(addend, factor, row, rows, SHARED: tl.constexpr, i, inside, D: tl.constexpr):
+    own = row % rows if SHARED else row
+    return tl.load(addend + own.to(tl.int64) * D + i, mask=inside, other=0).to(tl.float32) * factor
 
 
 @kernel("computation")
@@ -35,31 +43,34 @@ def add_rms_norm_reference(
 def _norm_kernel(
     residual, weight, landed, normed, eps,
     a0, a1, a2, a3, a4, a5, a6, a7, f0, f1, f2, f3, f4, f5, f6, f7,
-    COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    rows, COUNT: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """SHARED: a bit for each addend of `rows` rows, which the residual's rows take in turns."""
     begin(PDL)
     # The whole row stays in registers: it is read once, so `landed` may be `residual` itself.
     i = tl.arange(0, BLOCK)
     inside = i < D
-    at = tl.program_id(0).to(tl.int64) * D + i
+    program = tl.program_id(0)
+    at = program.to(tl.int64) * D + i
     gain = tl.load(weight + i, mask=inside, other=0).to(tl.float32)
     total = tl.load(residual + at, mask=inside, other=0).to(tl.float32)
     if COUNT > 0:
-        total += tl.load(a0 + at, mask=inside, other=0).to(tl.float32) * f0
+        total += _addend(a0, f0, program, rows, SHARED & 1, i, inside, D)
     if COUNT > 1:
-        total += tl.load(a1 + at, mask=inside, other=0).to(tl.float32) * f1
+        total += _addend(a1, f1, program, rows, SHARED & 2, i, inside, D)
     if COUNT > 2:
-        total += tl.load(a2 + at, mask=inside, other=0).to(tl.float32) * f2
+        total += _addend(a2, f2, program, rows, SHARED & 4, i, inside, D)
     if COUNT > 3:
-        total += tl.load(a3 + at, mask=inside, other=0).to(tl.float32) * f3
+        total += _addend(a3, f3, program, rows, SHARED & 8, i, inside, D)
     if COUNT > 4:
-        total += tl.load(a4 + at, mask=inside, other=0).to(tl.float32) * f4
+        total += _addend(a4, f4, program, rows, SHARED & 16, i, inside, D)
     if COUNT > 5:
-        total += tl.load(a5 + at, mask=inside, other=0).to(tl.float32) * f5
+        total += _addend(a5, f5, program, rows, SHARED & 32, i, inside, D)
     if COUNT > 6:
-        total += tl.load(a6 + at, mask=inside, other=0).to(tl.float32) * f6
+        total += _addend(a6, f6, program, rows, SHARED & 64, i, inside, D)
     if COUNT > 7:
-        total += tl.load(a7 + at, mask=inside, other=0).to(tl.float32) * f7
+        total += _addend(a7, f7, program, rows, SHARED & 128, i, inside, D)
     scale = tl.rsqrt(tl.sum(total * total, 0) / D + eps)
     tl.store(landed + at, total.to(landed.dtype.element_ty), mask=inside)
     tl.store(normed + at, (total * scale * gain).to(normed.dtype.element_ty), mask=inside)
@@ -76,12 +87,25 @@ def _check(residual: Tensor, addends: Addends, weight: Tensor, out: Pair | None)
     check_dtype(residual=residual, weight=weight)
     check_tensor("residual", residual, shape, residual)
     check_tensor("weight", weight, shape[1:], residual)
+    few = _shared(residual, addends)
     for n, (addend, _) in enumerate(addends):
         check_dtype(addend=addend)
-        check_tensor(f"addends[{n}]", addend, shape, residual)
+        rows = few if few and len(addend) == few else shape[0]
+        check_tensor(f"addends[{n}]", addend, (rows, shape[1]), residual)
     for name, tensor in zip(("out[0]", "out[1]"), out or (), strict=False):
         check_dtype(residual=residual, out=tensor)
         check_tensor(name, tensor, shape, residual)
+
+
+def _shared(residual: Tensor, addends: Addends) -> int:
+    """The rows of addends that have fewer than the residual; 0 if none has."""
+    found = {len(addend) for addend, _ in addends if len(addend) < len(residual)}
+    if len(found) > 1 or any(len(residual) % each for each in found if each):
+        raise UserError(
+            f"addends of {sorted(found)} rows for a residual of {len(residual)}: the rows of those "
+            f"that have fewer must be equally many, and divide the residual's"
+        )
+    return found.pop() if found else 0
 
 
 @torch.no_grad()
@@ -92,7 +116,8 @@ def add_rms_norm(
 
     residual: [M, D], D up to 16384, not changed unless `out[0]` is the residual itself.
     addends: (tensor [M, D], factor) pairs, added in this order; their dtype may differ from the
-        residual's (for example, partials in float32).
+        residual's (for example, partials in float32). Some may be [R, D], where R divides M: row
+        m % R of these is added to row m (a sum of all ranks, to the residual of each virtual one).
     weight: [D], in the residual's dtype.
 
     The sum is computed in float32 and rounded once, to the new residual. The norm is computed from
@@ -107,12 +132,15 @@ def add_rms_norm(
     rows, size = residual.shape
     block = triton.next_power_of_2(size)
     unused = MAX_ADDENDS - len(addends)
+    few = _shared(residual, addends)
     launch(
         _norm_kernel, (rows,), residual.device,
         residual, weight, landed, normed, eps,
         *(addend for addend, _ in addends), *[residual] * unused,
         *(float(factor) for _, factor in addends), *[0.0] * unused,
-        COUNT=len(addends), D=size, BLOCK=block,
+        few or rows, COUNT=len(addends),
+        SHARED=sum(1 << n for n, (addend, _) in enumerate(addends) if len(addend) < rows),
+        D=size, BLOCK=block,
         # 16 bytes per thread: each program has one row, so only latency matters.
         num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip

@@ -33,8 +33,6 @@ from ladder.comm import capture, symmetric
 from ladder.comm.primitives import EMPTY
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.kernels import decode_shapes
-from ladder.kernels.decode import project
-from ladder.kernels.eight_bits import linear
 from ladder.kernels.landing import (
     LandingJob,
     PushTarget,
@@ -44,67 +42,19 @@ from ladder.kernels.landing import (
     send,
     with_pieces,
 )
-from ladder.kernels.limits import MAX_OWNS, MAX_ROWS, MAX_SUMS
+from ladder.kernels.limits import MAX_OWNS, MAX_SUMS
 from ladder.kernels.pieces import Pieces
-from ladder.kernels.prefill import swiglu
 from ladder.models.forward_pass import Landed, Norm, Operators, Output, Pass
 from ladder.models.in_flight import InFlight
 from ladder.models.layers import RMSNorm
 from ladder.models.plan import Landing, Plan
 from ladder.models.reducer import Reducer
 from ladder.parallel.chains import Chains, overlaps
+from ladder.parallel.matrix import Matrix
 from ladder.parallel.reducers import PushReducer
 
 if TYPE_CHECKING:
     from ladder.models.runtime import Runtime
-
-
-class Matrix(nn.Module):
-    """A weight [N, K] that is packed or has a norm's weight folded in, and its products.
-
-    gated: its rows are those of gate and then of up, and the product is SwiGLU's silu(gate) * up.
-    scales: those of a weight that is stored in 8 bits (see ladder.models.quantised). The
-    kernels read it as it is stored, or convert a piece of it at a time: nothing is held twice.
-    rounds: whether prompts are rounded to fp8 and multiplied in fp8. gives: the type of a decode
-    step's result if it is not that of its input (see ladder.infer.halves).
-    """
-
-    def __init__(
-        self, weight: Tensor, gated: bool = False, scales: Tensor | None = None,
-        rounds: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.rounds = rounds
-        self.gives: torch.dtype | None = None
-        self.weight, self.gated = weight.detach().contiguous(), gated
-        self.scales = None if scales is None else scales.detach().contiguous()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, K] -> [B, S, N], or N / 2 if gated."""
-        if x.shape[1] == 1 and len(x) <= MAX_ROWS:
-            y = self.project(x[:, 0])
-            assert y is not None
-            return y.unsqueeze(1)
-        y = self.product(x)
-        return swiglu(y.flatten(0, 1)).unflatten(0, x.shape[:2]) if self.gated else y
-
-    def product(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [B, S, K] times all rows of the weight, of many rows of x; in `out` [B, S, N]."""
-        rows, into = x.flatten(0, 1), None if out is None else out.flatten(0, 1)
-        if self.scales is None:
-            y = torch.mm(rows, self.weight.to(x.dtype).t(), out=into)
-        else:
-            y = linear(rows, self.weight, self.scales, into, self.rounds and x.shape[1] > 1)
-        return y.unflatten(0, x.shape[:2])
-
-    def project(self, x: Tensor, **options: Any) -> Tensor | None:
-        """x [M, K] -> [M, N] by `ladder.kernels.decode.project`, whose options these are."""
-        weight, up = self.weight.chunk(2) if self.gated else (self.weight, None)
-        if self.scales is None:
-            return project(x, weight, up, **options)
-        pair = self.scales.chunk(2) if self.gated else (self.scales, None)
-        gives = self.gives if decode_shapes.by_halves(len(x)) else None
-        return project(x, weight, up, scales=pair, gives=gives, **options)
 
 
 @dataclass

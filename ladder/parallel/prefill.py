@@ -34,8 +34,8 @@ from ladder.models.layers import RMSNorm, local
 from ladder.models.plan import Landing, Plan
 from ladder.models.ranks import Ranks
 from ladder.models.reducer import Reducer
-from ladder.parallel.decode import Matrix
 from ladder.parallel.fused import held
+from ladder.parallel.matrix import Matrix
 from ladder.parallel.reducers import AsyncReducer, PushReducer
 from ladder.parallel.refusals import sharded_refusal, sums_in_products
 from ladder.parallel.sharded import ShardedPass, ShardedReducer

@@ -78,12 +78,15 @@ def fused_config(name: str, world: int, **changes: Any) -> ModelConfig:
     return samples.small_config(samples.FUSED_PLANS[name], world, depends, **shape)
 
 
-def pushing_engine(name: str, device: torch.device) -> tuple[Transformer, Engine]:
-    """A sample plan's model in one CPU process, and the engine of its ranks on GPUs."""
+def pushing_engine(name: str, device: torch.device, degree: int = 0) -> tuple[Transformer, Engine]:
+    """A sample plan's model in one CPU process, and the engine of its ranks on GPUs.
+
+    degree: T, of a plan that depends on it; those beyond the GPUs are virtual ranks.
+    """
     world = launch.world_size()
     mesh = make_mesh(device, world)
     tp = None if mesh is None else mesh["tp"]
-    config = fused_config(name, world)
+    config = fused_config(name, degree or world)
     model = samples.full_model(config, 7, torch.float32)
     shard_model(model, tp, device=device, reducer="async" if world == 1 else "push")
     return samples.full_model(config, 7), Engine(model, fused=True)

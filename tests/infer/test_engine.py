@@ -214,7 +214,6 @@ def test_to_the_last_place_of_the_cache(plan: str, degree: int | None, mode: str
     must not be read (0 times NaN is NaN).
     """
     fused = "fused" in mode
-    degree = min(degree, 1) if degree and fused else degree  # it knows no virtual ranks
     model = make(plan, degree, max_seq_len=CONTEXT)
     engine = engine_for(make(plan, degree, max_seq_len=CONTEXT), "graphs" in mode, fused)
     session = engine.session(6, CONTEXT, Sampling())

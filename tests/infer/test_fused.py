@@ -16,7 +16,7 @@ from ladder.comm.symmetric import INTEGERS, SymmetricTensor
 from ladder.infer.engine import Engine
 from ladder.infer.fused import can_fuse, fuse_refusal
 from ladder.kernels.limits import MAX_ROWS
-from ladder.models import Ranks, Transformer, UserError
+from ladder.models import ModelConfig, Ranks, Transformer, UserError
 from ladder.models.presets import PlanSpec
 from ladder.parallel.decode import DecodeReducer
 from ladder.parallel.reducers import PushReducer
@@ -129,6 +129,47 @@ def test_the_fused_path_on_two_ranks(pools: Pools, name: str) -> None:
     depends = name not in SAME_AT_ANY_T
     expected = decode(virtual(full_model(small_config(FUSED_PLANS[name], 2, depends), 5), 2), False)
     assert pools(2).run(fused_on_ranks, FUSED_PLANS[name], depends) == [expected, expected]
+
+
+def held_virtually(config: ModelConfig, ranks: int) -> tuple[Transformer, Transformer]:
+    """The same model twice, with its ranks in this process."""
+    first, second = (virtual(full_model(config, 5, torch.float32), ranks) for _ in range(2))
+    return first, second
+
+
+@pytest.mark.parametrize("name", FUSED_PLANS)
+def test_the_fused_path_of_virtual_ranks(name: str) -> None:
+    """Each rank has its own part of every matrix, its own norms, and its own residual.
+
+    Four ranks, of which two share each KV head; another rank's part gives other tokens.
+    """
+    config = small_config(FUSED_PLANS[name], 4, name not in SAME_AT_ANY_T)
+    plain, fused = held_virtually(config, 4)
+    expected = decode(plain, False)
+    assert decode(fused, True) == expected
+
+
+@pytest.mark.parametrize("name", ["ladder", "desync-2x", "dtp-1"])
+def test_the_fused_path_of_virtual_ranks_of_qwens(name: str) -> None:
+    """Each rank's own biases; also more prompts than products have rows, and prompts of one."""
+    config = small_config(name, 2, name not in SAME_AT_ANY_T, qkv_bias=True, qk_norm=True)
+    for prompts in (PROMPTS, MANY, [[3], [5]]):
+        plain, fused = held_virtually(config, 2)
+        expected = decode(plain, False, prompts)
+        assert decode(fused, True, prompts) == expected
+
+
+def two_on_each(rank: int, world_size: int, plan: PlanSpec) -> list[list[int]]:
+    model = full_model(small_config(plan, 2 * world_size, True), 5, torch.float32)
+    shard_model(model, tp_mesh(world_size))
+    assert model.reducer.ranks.held == 2
+    return decode(model, True)
+
+
+@pytest.mark.parametrize("name", ["desync-2x", "dtp-1"])
+def test_the_fused_path_of_two_virtual_ranks_on_each_of_two(pools: Pools, name: str) -> None:
+    expected = decode(virtual(full_model(small_config(name, 4, True), 5), 4), False)
+    assert pools(2).run(two_on_each, name) == [expected] * 2
 
 
 def read_by_heads(rank: int, world_size: int, plan: PlanSpec, depends: bool) -> list[bool]:

@@ -81,6 +81,28 @@ def test_every_plan_decodes_through_pushing_products(world: int, names: list[str
     assert launch.run(decode_on_gpus, (names,), nproc=world) == 0
 
 
+def virtual_on_gpus(names: list[str]) -> int:
+    """As `decode_on_gpus`, of four ranks, of which each GPU has several."""
+    device = launch.join("cuda")
+    source = torch.Generator().manual_seed(7)
+    for name in names:
+        oracle, engine = pushing_engine(name, device, degree=4)
+        assert engine.model.reducer.ranks.held == 4 // launch.world_size()
+        for count in (1, 3, 33, MAX_ROWS + 6):
+            prompts = short_prompts(count, source)
+            expected = generate(oracle, prompts, max_new_tokens=10)
+            for _ in range(2):
+                assert engine.generate(prompts, max_new_tokens=10) == expected, (name, count)
+    return 0
+
+
+@pytest.mark.parametrize("world", [each for each in WORLDS if each < 4])
+def test_virtual_ranks_decode_by_fused_kernels(world: int) -> None:
+    """Each has its part of every matrix, its norms and its residual."""
+    names = [name for name in samples.FUSED_PLANS if name not in samples.SAME_AT_ANY_T]
+    assert launch.run(virtual_on_gpus, (names,), nproc=world) == 0
+
+
 def heads_on_gpus(names: list[str]) -> int:
     """The heads of all ranks read the same bits, in prefill and decode.
 

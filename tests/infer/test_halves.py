@@ -15,7 +15,7 @@ from ladder.infer.engine import Engine
 from ladder.infer.halves import MOST, halve_attention, halve_swiglu
 from ladder.models.quantised import quantise, quantise_model
 from ladder.models.storage import dequantise
-from ladder.parallel.decode import Matrix
+from ladder.parallel.matrix import Matrix
 from ladder.parallel.sharding import shard_model
 from tests.kernels.support import (
     _poisoned_memory,  # noqa: F401  (a fixture)

@@ -11,13 +11,14 @@ import torch
 from ladder.checkpoint import model_entries, write_config, write_tensors
 from ladder.convert.command import convert
 from ladder.infer.engine import Engine
+from ladder.infer.fused import fuse_refusal
 from ladder.infer.load import load_for_inference, quantise_shards, set_activations
 from ladder.models import Transformer, UserError
 from ladder.models.quantised import quantise_model, round_activations
 from ladder.models.storage import QUANTISED
 from ladder.parallel.sharding import shard_model
 from tests.distributed import Pools, tp_mesh
-from tests.samples import FUSED_PLANS, SAME_AT_ANY_T, full_model, small_config
+from tests.samples import FUSED_PLANS, SAME_AT_ANY_T, full_model, small_config, virtual
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6]]
 
@@ -62,8 +63,35 @@ def test_prompts_in_fp8(name: str) -> None:
         assert torch.equal(models[0](prompt[:, :1]), models[1](prompt[:, :1]))
     # 4 layers of 4 roundings; errors that are independent, and at worst uniform within 1/16
     assert 1e-3 < (found - exact).norm() / exact.norm() < 16**0.5 / 16 / 3**0.5
-    if name != "desync-3x":  # virtual ranks are not fused
-        assert tokens(models[2], True) == tokens(models[1], False)
+    assert tokens(models[2], True) == tokens(models[1], False)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "fp8-block"])
+@pytest.mark.parametrize("name", ["standard", "desync-3x"])
+def test_virtual_ranks(name: str, kind: str) -> None:
+    """A scale of a row is every rank's, that of a block one's; norms of several ranks stay."""
+    more = BLOCKS if kind == "fp8-block" else {}
+    config = small_config(name, 2, name == "desync-3x", **more)
+    plain, fused = (virtual(full_model(config, 5, torch.float32), 2) for _ in range(2))
+    for model in (plain, fused):
+        quantise_model(model, kind)
+    assert tokens(fused, True) == tokens(plain, False)
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
+def test_virtual_ranks_in_bfloat16(prompts: list[list[int]]) -> None:
+    """Products and attention agree on the type of what is between them, for any number of rows."""
+    model = virtual(full_model(small_config("desync-4x", 4, True), 5, torch.bfloat16), 4)
+    quantise_model(model, "fp8")
+    results = Engine(model, fused=True).generate(prompts, max_new_tokens=8)
+    assert [each.reason for each in results] == ["length"] * len(prompts)
+
+
+def test_blocks_of_two_virtual_ranks_are_not_fused() -> None:
+    config = small_config("standard", 2, **{**BLOCKS, "intermediate_size": 320})
+    model = virtual(full_model(config, 5, torch.float32), 2)
+    quantise_model(model, "fp8-block")
+    assert fuse_refusal(model) == "2 virtual ranks whose inputs are no multiples of a block's 128"
 
 
 def test_activations_that_have_no_products_are_refused() -> None:

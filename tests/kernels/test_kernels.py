@@ -56,6 +56,22 @@ def test_add_rms_norm(device: str, rows: int, size: int, count: int, dtype: torc
     assert torch.equal(residual, landed)
 
 
+@pytest.mark.parametrize(
+    ("device", "size"),
+    [on("cpu", 40), on("interpreter", 40), on("cuda", 40), on("cuda", 4096)],
+)
+def test_addends_of_fewer_rows(device: str, size: int) -> None:
+    """A sum of ranks, and partials of each of three: rows of the former are added in turns."""
+    residual, own = torch.randn(2, 6, size, device=device)
+    total, weight = torch.randn(2, size, device=device), torch.rand(size, device=device)
+    addends = [(own, 0.5), (total, 1.0), (total[:, :size].clone(), -2.0)]
+    exact = residual.double() + own.double() * 0.5 - total.double().repeat(3, 1)
+    landed, found = add_rms_norm(residual, addends, weight, 1e-5)
+    assert_close(landed, exact, exact.to(landed.dtype))
+    normed = F.rms_norm(exact, (size,), weight.double(), 1e-5)
+    assert_close(found, normed, normed.to(found.dtype))
+
+
 def test_what_does_not_fit_a_norm_is_refused() -> None:
     x, weight = torch.randn(9, 16), torch.randn(16)
     with pytest.raises(ValueError, match="at most 8"):
@@ -66,6 +82,9 @@ def test_what_does_not_fit_a_norm_is_refused() -> None:
         add_rms_norm(x, [(x, 1.0), (torch.randn(16, 9).t(), 1.0)], weight, 1e-5)
     with pytest.raises(ValueError, match="dtypes"):
         add_rms_norm(x, [], weight.half(), 1e-5)
+    for few in ([x[:2]], [x[:1], x[:3]]):  # do not divide 9 rows; are not equally many
+        with pytest.raises(ValueError, match=r"for a residual of 9: .* equally many, and divide"):
+            add_rms_norm(x, [(each, 1.0) for each in few], weight, 1e-5)
 
 
 def test_no_triton_on_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

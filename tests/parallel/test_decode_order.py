@@ -28,7 +28,8 @@ from ladder.models.layers import RMSNorm
 from ladder.models.runtime import Runtime
 from ladder.parallel import chains, decode
 from ladder.parallel.chains import MOST_BRANCHED, Chains, overlaps
-from ladder.parallel.decode import DecodeReducer, Matrix
+from ladder.parallel.decode import DecodeReducer
+from ladder.parallel.matrix import Matrix
 from ladder.parallel.reducers import PushReducer
 from tests.samples import FUSED_PLANS, random_plan
 

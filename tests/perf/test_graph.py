@@ -17,10 +17,11 @@ from ladder.models import Plan, Ranks, UserError, resolve_plan
 from ladder.models.in_flight import InFlight
 from ladder.models.layers import RMSNorm
 from ladder.models.runtime import Runtime
-from ladder.parallel import chains
+from ladder.parallel import chains, matrix
 from ladder.parallel import decode as fused
 from ladder.parallel.chains import Chains
-from ladder.parallel.decode import DecodePass, DecodeReducer, Matrix
+from ladder.parallel.decode import DecodePass, DecodeReducer
+from ladder.parallel.matrix import Matrix
 from ladder.parallel.reducers import AsyncReducer, PushReducer
 from ladder.parallel.refusals import sharded_refusal
 from ladder.perf.graph import COMM, COPIES, DATA, Graph, Operation, forward, training
@@ -54,8 +55,8 @@ class Recorder:
         self.launches: list[Launch] = []
         self.streams, self.comm = (Stream(), Stream()), Stream()
         self.current = self.streams[0]
-        for name in ("project", "land", "send"):
-            monkeypatch.setattr(fused, name, getattr(self, name))
+        for module, name in ((matrix, "project"), (fused, "land"), (fused, "send")):
+            monkeypatch.setattr(module, name, getattr(self, name))
         kind = {"push": PushReducer, "nccl": AsyncReducer, "alone": AsyncReducer}[way]
         base: Any = kind.__new__(kind)
         base.ranks = Ranks(1, 0, 1) if way == "alone" else Ranks(2, 0, 1)

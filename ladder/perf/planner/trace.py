@@ -33,6 +33,9 @@ WHOLE = {
     "norm": "_norm_kernel", "peers": "_land_rows_kernel", "sum": "vectorized_elementwise_kernel",
     "copies": "Memcpy PtoP (Device -> Device)", "barrier": "c10d::symmetric_memory::barrier_kernel",
 }  # fmt: skip
+# Of decode steps of virtual ranks: torch sums what they hold, and no landing waits for slots.
+VIRTUAL = DECODE | {kind: WHOLE[kind] for kind in ("landing", "norm", "sum")}
+FUSED = {"decode": DECODE, "virtual decode": VIRTUAL}
 COLLECTIVES = {
     "all-reduce": "ncclDevKernel_AllReduce_Sum_bf16_RING_LL",
     "reduce-scatter": "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL",
@@ -49,7 +52,7 @@ def kernel_name(each: Operation, phase: str, reducer: str, sharded: bool) -> str
     """The name of its kernel in a real trace. sharded: whether the residual is, by tokens."""
     key = each.part if each.kind == "choice" else each.kind
     if key == "all-reduce":
-        name = reducer if phase == "decode" else each.algorithm or reducer
+        name = reducer if phase in FUSED else each.algorithm or reducer
         return OURS.get(name, COLLECTIVES[key])
     if key in COLLECTIVES:
         return COLLECTIVES[key]
@@ -57,7 +60,7 @@ def kernel_name(each: Operation, phase: str, reducer: str, sharded: bool) -> str
         return WHOLE[key].replace("fprop", "bprop")
     if key == "landing" and sharded and not each.few:
         return "_land_rows_kernel"
-    return (DECODE if phase == "decode" else WHOLE).get(key, each.kind)
+    return FUSED.get(phase, WHOLE).get(key, each.kind)
 
 
 def tracks(phase: str) -> tuple[str, str]:
@@ -102,8 +105,8 @@ def events(row: Row, phase: str) -> list[dict[str, Any]]:
     held = {name: 100 + n for n, name in enumerate(tracks(phase))}
     title = f"predicted: {row.candidate}"
     config, tp = row.candidate.config, row.candidate.tp
-    virtual = phase == "decode" and held_ranks(config, tp) > 1  # by torch's kernels, as prompts
-    kernels = "prefill" if virtual else phase
+    virtual = phase == "decode" and held_ranks(config, tp) > 1
+    kernels = "virtual decode" if virtual else phase
     sharded = any(each.kind == "barrier" for each in found.graph.operations)
     made: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
