@@ -101,6 +101,7 @@ def add_rms_norm(dtype: torch.dtype) -> Pairs:
     for rows, size, count in ((1, 12, 0), (3, 200, 1), (2, 1537, 8), (5, 4100, 3)):
         residual, weight = random(dtype, rows, size), random(dtype, size)
         addends = [(random(dtype, rows, size), factor / 2) for factor in range(1, count + 1)]
+        addends += [(random(dtype, 1, size), 1.5)] * (count < 8)  # for all rows
         found = kernels.add_rms_norm(residual, addends, weight, 1e-5)
         wanted = kernels.add_rms_norm_reference(residual, addends, weight, 1e-5)
         yield from zip(found, wanted, strict=True)

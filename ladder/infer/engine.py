@@ -203,7 +203,8 @@ class Session:
         wanted = DRIVERS
         if self.fused and no_nccl:
             rows = len(self.tokens)
-            beside = any(overlaps(self.model.config.plan, rows))
+            one = reducer.ranks.held == 1  # virtual ranks have one stream
+            beside = one and any(overlaps(self.model.config.plan, rows))
             wanted = least(rows, beside, self.model.lm_head.scales is not None)
         with carveout(wanted):
             self.graph, _ = capture_graph(self._step)

@@ -2,7 +2,8 @@
 
 `fuse` makes it from a model that is on its device: it replaces attention, MLP, embedding and head,
 folds the norms' weights into the matrices that read them, and sets a Runtime that decodes with a
-`DecodeReducer`. The loop, the plan and the function computed stay the Transformer's.
+`DecodeReducer` (virtual ranks with their own reducer). The loop, the plan and the function computed
+stay the Transformer's.
 """
 
 from __future__ import annotations
@@ -62,21 +63,21 @@ class FusedAttention(Sublayer):
     each rank that the process holds.
 
     A single token per sequence is a decode step and needs no mask; longer inputs are prompts that
-    start at position 0 and use torch's attention. gains: the norm's weight of each held rank,
-    folded into its packed matrix. table: the rotary table of all positions. arrived: the attention
+    start at position 0 and use torch's attention. folded: the norm's weight of each held rank, for
+    its packed matrix. table: the rotary table of all positions. arrived: the attention
     kernel's counters. halves: the output's decode products take their input in float16.
     """
 
     def __init__(
-        self, config: ModelConfig, attention: Attention, gains: Sequence[Tensor], table: Tensor,
+        self, config: ModelConfig, attention: Attention, folded: Sequence[Tensor], table: Tensor,
         arrived: Tensor, halves: bool,
     ) -> None:  # fmt: skip
         super().__init__(config, attention.layer)
-        self.held, head_dim = len(gains), attention.head_dim
+        self.held, head_dim = len(folded), attention.head_dim
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         self.heads = len(held_part(attention.q_proj, "weight", 0)) // head_dim
         self.kv_heads = len(held_part(attention.k_proj, "weight", 0)) // head_dim
-        self.qkv = pack(projections, gains)
+        self.qkv = pack(projections, folded)
         self.bias: Tensor | None = None  # [C], or [R, C]
         if attention.q_proj.bias is not None:
             biases = [
@@ -141,10 +142,10 @@ class FusedMLP(Sublayer):
     """`MLP` with one packed matrix for gate and up, whose kernel also computes their product."""
 
     def __init__(
-        self, config: ModelConfig, mlp: MLP, gains: Sequence[Tensor], halves: bool
+        self, config: ModelConfig, mlp: MLP, folded: Sequence[Tensor], halves: bool
     ) -> None:
         super().__init__(config, mlp.layer)
-        self.gate_up = pack([mlp.gate_proj, mlp.up_proj], gains, gated=True)
+        self.gate_up = pack([mlp.gate_proj, mlp.up_proj], folded, gated=True)
         self.down = pack([mlp.down_proj])
         if halves:
             for gate_up, down in zip(each(self.gate_up), each(self.down), strict=True):
@@ -311,8 +312,9 @@ def fuse(model: Transformer) -> InferenceTransformer:
         return _take(layers[layer].mlp, FusedMLP(config, layers[layer].mlp, gains(norm), splits))
 
     def head(config: ModelConfig) -> nn.Module:
-        # The final mean averages normed residuals over ranks: their norm keeps its weight.
-        return pack([model.lm_head], [] if plan.final_mean else [_gain(model.model.norm)])
+        # The final mean averages normed residuals over ranks: their norm keeps its weight. Without
+        # it, of ranks that differ to the end the head reads the first.
+        return pack([model.lm_head], [] if plan.final_mean else gains(model.model.norm)[:1])
 
     embedding = FusedEmbedding(model.model.embed_tokens)
     parts = Parts(mixer, feed_forward, lambda config: embedding, head)
@@ -324,7 +326,8 @@ def fuse(model: Transformer) -> InferenceTransformer:
             kept = plan.final_mean and norm is fused.model.norm
             # Matrices in 8 bits have no norm of several ranks folded in.
             kept |= gain.dim() == 2 and model.lm_head.scales is not None
-            norm.weight = nn.Parameter(gain if kept else torch.ones(gain.shape[-1:]).to(weight))
+            whole = gain if kept else torch.ones(gain.shape[-1:]).to(weight)
+            norm.weight = nn.Parameter(whole, requires_grad=False)
     runtime = replace(
         model.runtime,
         rotary=lambda config, positions, dtype: table,  # the fused kernels index it by position

@@ -23,7 +23,7 @@ def add_rms_norm_reference(
 ) -> Pair:
     total = residual.float()
     for addend, factor in addends:
-        turns = len(residual) // len(addend)
+        turns = len(residual) // max(1, len(addend))
         total = total + addend.float().repeat(turns, 1) * factor
     normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
     if out is not None:
@@ -138,7 +138,7 @@ def add_rms_norm(
         residual, weight, landed, normed, eps,
         *(addend for addend, _ in addends), *[residual] * unused,
         *(float(factor) for _, factor in addends), *[0.0] * unused,
-        few or rows, COUNT=len(addends),
+        few, COUNT=len(addends),
         SHARED=sum(1 << n for n, (addend, _) in enumerate(addends) if len(addend) < rows),
         D=size, BLOCK=block,
         # 16 bytes per thread: each program has one row, so only latency matters.

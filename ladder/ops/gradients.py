@@ -28,6 +28,7 @@ from ladder.ops.products import all_gather_matmul, matmul_reduce_scatter, transp
 from ladder.ops.registry import define, implement
 
 GATHER_BACKWARD, SCATTER_BACKWARD = "all_gather_matmul_backward", "matmul_reduce_scatter_backward"
+BACKWARD = (GATHER_BACKWARD, SCATTER_BACKWARD)
 
 
 # -- all_gather_matmul ------------------------------------------------------------------------

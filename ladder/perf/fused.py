@@ -11,22 +11,20 @@ import functools
 from typing import TYPE_CHECKING
 
 from ladder.models.errors import UserError
+from ladder.parallel.overlap import ALONE, GATHER, LANDING, SCATTER
 from ladder.perf.machine import Machine
 
 if TYPE_CHECKING:
     from ladder.comm.capture import Mode
 
 OPERATORS = {
-    "all-gather": "all_gather_matmul",
-    "reduce-scatter": "matmul_reduce_scatter",
+    "all-gather": GATHER,
+    "reduce-scatter": SCATTER,
     "all-reduce": "matmul_all_reduce",
-    "landing": "matmul_reduce_scatter_add_rms_norm",  # of rows that are scattered, with the scatter
+    "landing": LANDING,  # of rows that are scattered, with the scatter
 }
-# By the exchange in them: a gather's gradients scatter.
-GRADIENTS = {
-    "reduce-scatter": "all_gather_matmul_backward",
-    "all-gather": "matmul_reduce_scatter_backward",
-}
+EXCHANGES = {op: kind for kind, op in OPERATORS.items()}
+GRADIENTS = {EXCHANGES[alone]: op for op, alone in ALONE.items()}  # by the exchange in them
 # Of the backend's exchange, the median of benchmarks/results/2026-11-22-ops-h200x2.jsonl:
 # all-reduces that add in the order of the ranks.
 STAGED = {"matmul_all_reduce": 1.47}

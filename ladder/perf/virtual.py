@@ -2,8 +2,9 @@
 
 Such a model runs the loop of `ladder.models` in a CUDA graph, with the fused engine's modules
 (`ladder.infer.fused`): a product of each matrix and rank, attention of all ranks in one kernel, and
-a kernel that lands and norms the residuals of all. torch's kernels add what ranks hold: one for a
-sum over them, and for the group or residual that goes into it. Nothing is fitted to such models.
+a kernel that lands and norms the residuals of all. torch's kernels sum what ranks hold, and add the
+group, the residual or the other part of a sublayer that goes into it. Nothing is fitted to such
+models.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ladder.models.config import ModelConfig
 from ladder.parallel.dispatch import Dispatch
 from ladder.perf.cost import DecodeCost
 from ladder.perf.cost_prefill import PromptCost
-from ladder.perf.graph import Operation
+from ladder.perf.graph import LAST, Operation
 from ladder.perf.machine import Estimate, Machine
 
 NORM = 3  # how often a landing reads or writes the residual's rows, beside what it adds
@@ -45,8 +46,8 @@ class VirtualCost(PromptCost):
         self.context = context
 
     def key(self, each: Operation) -> tuple[object, ...]:
-        landed = tuple((landing.summed, landing.own != 0) for landing in each.landings)
-        return each.kind, each.part, each.output is not None, landed
+        landed = tuple(replace(landing, output=0) for landing in each.landings)
+        return each.kind, each.part, each.output is not None, landed, self._added(each)
 
     def estimate(self, operation: Operation) -> Estimate:
         kind, rows = operation.kind, self.rows
@@ -57,6 +58,7 @@ class VirtualCost(PromptCost):
             us = self.held * self._product(operation, rows)
             if operation.part == "down" and self.step is None:
                 us += self.moved(3 * BF16 * self.inner * rows * self.held).us  # SwiGLU
+            us += self._added(operation) * self._kernel(3 * self.held).us
             return Estimate(us, "extrapolated")
         if kind == "attention":
             return Estimate(self._attends(operation), "extrapolated")
@@ -64,10 +66,26 @@ class VirtualCost(PromptCost):
             tensors = NORM * self.held
             for each in operation.landings:
                 tensors += each.summed + self.held * (each.own != 0)
-            return self._kernel(tensors)
+            us = self._kernel(tensors).us
+            if any(each.replaces for each in operation.landings):  # one copy for each rank
+                us += self._kernel(1 + self.held).us
+            if any(each.on_base for each in operation.landings[:-1]):  # own parts land after it
+                us += self._kernel(1 + 2 * self.held).us
+            return Estimate(us, "extrapolated")
         if kind in ("all-reduce", "sum"):
             return self._summed(operation)
         return self.moved(self.tensor(rows))
+
+    def _added(self, operation: Operation) -> int:
+        """The kernels that add to the partial behind a sublayer's last product."""
+        n, plan = operation.sublayer, self.config.plan
+        if n is None or operation.kind != "product" or operation.part not in LAST.values():
+            return 0
+        record = plan.sublayers[n]
+        if operation.part != LAST[record.kind.split("+")[-1]]:
+            return 0
+        joins = plan.group_begins[n] not in (None, n)
+        return ("+" in record.kind) + joins + (record.reduce == "residual")
 
     def _kernel(self, tensors: float) -> Estimate:
         """A kernel that reads and writes so many tensors of one rank's rows."""

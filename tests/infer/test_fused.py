@@ -17,7 +17,7 @@ from ladder.infer.engine import Engine
 from ladder.infer.fused import can_fuse, fuse_refusal
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models import ModelConfig, Ranks, Transformer, UserError
-from ladder.models.presets import PlanSpec
+from ladder.models.presets import PlanSpec, resolve_plan
 from ladder.parallel.decode import DecodeReducer
 from ladder.parallel.reducers import PushReducer
 from ladder.parallel.sharding import shard_model
@@ -137,14 +137,18 @@ def held_virtually(config: ModelConfig, ranks: int) -> tuple[Transformer, Transf
     return first, second
 
 
-@pytest.mark.parametrize("name", FUSED_PLANS)
+NO_COMM = {f"{name}, no_comm": resolve_plan(name, 4, 4).as_no_comm() for name in ("none", "dtp-1")}
+
+
+@pytest.mark.parametrize("name", [*FUSED_PLANS, *NO_COMM])
 def test_the_fused_path_of_virtual_ranks(name: str) -> None:
     """Each rank has its own part of every matrix, its own norms, and its own residual.
 
-    Four ranks, of which two share each KV head; another rank's part gives other tokens.
+    Four ranks, of which two share each KV head; another rank's part gives other tokens. Without
+    communication ranks differ at the end, and the head reads the first, normed by its own weight.
     """
-    config = small_config(FUSED_PLANS[name], 4, name not in SAME_AT_ANY_T)
-    plain, fused = held_virtually(config, 4)
+    plan = {**FUSED_PLANS, **NO_COMM}[name]
+    plain, fused = held_virtually(small_config(plan, 4, name not in SAME_AT_ANY_T), 4)
     expected = decode(plain, False)
     assert decode(fused, True) == expected
 

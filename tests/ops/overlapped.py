@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ladder.kernels.prefill import land_rows_reference
 from ladder.ops.blocks import Blocks
-from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
+from ladder.ops.gradients import BACKWARD, GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.products import transposed_product
 from ladder.ops.registry import OPERATORS
 from tests.ops.everyone import in_order
@@ -24,7 +24,6 @@ IMPLEMENTATIONS = {
     GATHER_BACKWARD: ("chunked",),
     SCATTER_BACKWARD: ("chunked",),
 }
-BACKWARD = (GATHER_BACKWARD, SCATTER_BACKWARD)
 OF_SHARDS = ("all_gather_matmul", SCATTER_BACKWARD)  # A is a rank's rows alone
 WHOLE = ("matmul_all_reduce", "matmul_all_reduce_add_rms_norm")  # of any number of rows
 EPS = 1e-3

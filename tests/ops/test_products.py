@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-import ladder.ops
 from ladder.ops import products
 from ladder.ops.checks import check_backend
 from ladder.ops.gradients import joined
@@ -46,7 +45,6 @@ def values(rank: int, world_size: int, dtype: torch.dtype, group: str | None = N
     rounding between (bfloat16).
     """
     name, T = group or world(), world_size
-    ladder.ops.allow_any_order(name, False)  # a test before may have, in the same processes
     # Each rank's rows and its slices of K; odd sizes, and inputs that are not contiguous.
     rows = [random(3, 2, 9, seed=q, dtype=dtype).transpose(0, 1) for q in range(T)]  # [2, 3, 9]
     Bs = [random(9, n, seed=n, dtype=dtype) for n in (5, 1)]

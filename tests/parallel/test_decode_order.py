@@ -26,7 +26,7 @@ from ladder.kernels.landing import LandingJob, PushTarget, SendJob, new_landing
 from ladder.models import Plan, Ranks, UserError, resolve_plan
 from ladder.models.layers import RMSNorm
 from ladder.models.runtime import Runtime
-from ladder.parallel import chains, decode
+from ladder.parallel import chains, decode, matrix
 from ladder.parallel.chains import MOST_BRANCHED, Chains, overlaps
 from ladder.parallel.decode import DecodeReducer
 from ladder.parallel.matrix import Matrix
@@ -152,9 +152,9 @@ def recorded(streams: int) -> Iterator[Recorder]:
     recorder = Recorder(streams)
     with (
         mock.patch.multiple(
-            decode, project=recorder.project, land=recorder.land, send=recorder.send,
-            new_landing=recorder.new_landing,
+            decode, land=recorder.land, send=recorder.send, new_landing=recorder.new_landing
         ),
+        mock.patch.object(matrix, "project", recorder.project),
         mock.patch.object(symmetric, "allocate", recorder.new_slots),
     ):  # fmt: skip
         yield recorder

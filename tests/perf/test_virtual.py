@@ -49,7 +49,7 @@ def errors(phase: str) -> dict[tuple[str, int, int], list[float]]:
 
 def test_predictions_are_near_the_records() -> None:
     """Nothing is fitted to such models."""
-    for phase, mean, most in (("decode", 0.026, 0.042), ("prefill", 0.018, 0.037)):
+    for phase, mean, most in (("decode", 0.026, 0.036), ("prefill", 0.016, 0.037)):
         each = [abs(error) for some in errors(phase).values() for error in some]
         assert len(each) == 4
         assert statistics.mean(each) < mean
@@ -103,7 +103,7 @@ def test_the_planner_compares_them(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([*words, "--trace", str(tmp_path / "trace.json")]) == 0
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {each["name"] for each in trace if each.get("cat") == "kernel"}
-    assert "_push_all_reduce" in names  # of TP 2; the rest are torch's
+    assert "_push_all_reduce" in names  # of TP 2
     assert names >= {"_project_kernel", "_norm_kernel", "_attention_kernel"}
     assert "_land_kernel" not in names
     capsys.readouterr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from ladder.bench.ops.points import TURNS
 from ladder.comm.capture import Mode
@@ -18,7 +19,17 @@ from ladder.perf.slowdowns import Slowdowns
 # Of cuBLAS's rate, that of our Triton product: of m 8192 in 2026-11-22-ops-h200x2.jsonl, less what
 # its schedule exposes, 0.98 for `waiting` and `tracked`; in sketches on four H200, 0.95 to 0.99.
 TRITON = 0.98
-Host = tuple[float, float, float]  # microseconds of a call, of each job, of each kernel of ours
+
+
+class Host(NamedTuple):
+    """Microseconds that a host takes for a call, for each job, and for each kernel of ours."""
+
+    call: float
+    job: float = 0.0
+    kernel: float = 0.0
+    launches: bool = True  # most of it is the driver's, so that a slower host takes longer
+
+
 # What the host takes for an overlapped call without a graph, from a day on.
 # - In the products of half-8b's o in 2026-11-23-ops-h200x2.jsonl, whose calls waited for it: 12, 16
 #   and 26 jobs took 371, 419 and 499 us.
@@ -29,9 +40,10 @@ Host = tuple[float, float, float]  # microseconds of a call, of each job, of eac
 #   landings and all-reduces, took 169 to 195. It is Python's: on a host that needs 11 us to launch
 #   a kernel gathers took 151 to 178 (2026-11-26-ops-again-h100x2.jsonl).
 HOSTS: tuple[tuple[str, Host], ...] = (
-    ("", (270.0, 8.9, 0.0)), ("2026-11-25", (140.0, 3.0, 90.0)), ("2026-11-26", (185.0, 0.0, 0.0)),
+    ("", Host(270.0, 8.9)), ("2026-11-25", Host(140.0, 3.0, 90.0)),
+    ("2026-11-26", Host(185.0, launches=False)),
 )  # fmt: skip
-TODAY: Host = HOSTS[-1][1]
+TODAY = HOSTS[-1][1]
 PUSHED_HOST_US = 115.0
 HOST_LAUNCH_US = 6.06  # of a kernel by that host
 OURS = ("sum", "push")  # actions that launch one
@@ -45,7 +57,7 @@ class OperatorCost:
     """
 
     def __init__(self, machine: Machine, host: Host = TODAY) -> None:
-        self.machine, self.host_us = machine, host
+        self.machine, self.caller = machine, host
         self.gap = machine.value("prompt_gap_us")
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
         self.square = 2.0 * SQUARE**3 / (1e6 * machine.value("matrix_tflop_s"))
@@ -112,10 +124,10 @@ class OperatorCost:
 
     def host(self, schedule: Schedule, tiles: bool = False) -> float:
         """What the host takes to enqueue a call. tiles: the product is a kernel of ours."""
-        call, job, kernel = self.host_us
+        caller = self.caller
         ours = tiles + sum(isinstance(each, Work) and each.action in OURS for each in schedule)
-        us = call + job * len(jobs(schedule)) + kernel * ours
-        return us if self.host_us == TODAY else self.hosted(us)
+        us = caller.call + caller.job * len(jobs(schedule)) + caller.kernel * ours
+        return self.hosted(us) if caller.launches else us
 
     def hosted(self, us: float) -> float:
         """What the machine's host takes for what took so long on the one that was measured."""

@@ -10,7 +10,7 @@ from ladder.bench.ops.points import BY_COLUMNS, OpPoint, Variant, calls_of
 from ladder.comm.capture import Mode
 from ladder.costs import BF16
 from ladder.models.errors import UserError
-from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
+from ladder.ops.gradients import BACKWARD
 from ladder.ops.pushed import LARGEST
 from ladder.ops.registry import ANY_ORDER, DEFAULT
 from ladder.perf.machine import Machine
@@ -29,7 +29,6 @@ from ladder.perf.operators.lower import (
 from ladder.perf.operators.run import run
 
 ALONE, PUSHED = "alone", "pushed"
-BACKWARD = (GATHER_BACKWARD, SCATTER_BACKWARD)
 KNOWN = (DEFAULT, ANY_ORDER, PUSHED, *OVERLAPPED)
 TILED = ("waiting", "tracked", "summing")  # whose product is one of our kernels
 SHOTS = {1: "push", 2: "two-shot"}  # the all-reduce behind a pushed product
