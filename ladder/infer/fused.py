@@ -21,6 +21,7 @@ from ladder.comm.capture import mode as current_mode
 from ladder.costs import reduce_bytes
 from ladder.infer.cache import Cache
 from ladder.infer.halves import halve_attention, halve_swiglu
+from ladder.infer.packing import held_part, matrices_of, pack
 from ladder.jit import DTYPES, device_name
 from ladder.kernels import decode_shapes
 from ladder.kernels.attention import decode_attention
@@ -34,7 +35,6 @@ from ladder.models.errors import UserError
 from ladder.models.forward_pass import Norm, add_norm
 from ladder.models.layers import (
     Embedding,
-    KVParallelLinear,
     ParallelLinear,
     RMSNorm,
     local,
@@ -44,13 +44,11 @@ from ladder.models.layers import (
 from ladder.models.plan import Plan
 from ladder.models.reducer import Reducer
 from ladder.models.runtime import PassFactory
-from ladder.models.storage import pieces
 from ladder.models.sublayers import MLP, Attention, Context, Sublayer
 from ladder.models.transformer import Parts, Transformer
 from ladder.parallel.choose import Choice, choose
 from ladder.parallel.decode import DecodeReducer
 from ladder.parallel.dispatch import PREFILL_TRANSPORTS
-from ladder.parallel.matrix import Matrix, RankMatrices
 from ladder.parallel.overlap import Overlap
 from ladder.parallel.prefill import FusedPrefill, FusedPrompts, fused_passes
 from ladder.parallel.reducers import AsyncReducer, PushReducer
@@ -94,8 +92,9 @@ class FusedAttention(Sublayer):
         self.head_dim, self.table, self.arrived = head_dim, table, arrived
         self.halves = halves
         if halves:
-            biases = [None] * self.held if self.bias is None else self.bias.view(self.held, -1)
-            for qkv, bias, output in zip(each(self.qkv), biases, each(self.output), strict=True):
+            own = [None] * self.held if self.bias is None else self.bias.view(self.held, -1)
+            parts = matrices_of(self.qkv), own, matrices_of(self.output)
+            for qkv, bias, output in zip(*parts, strict=True):
                 halve_attention(qkv, bias, self.kv_heads * head_dim, output)
 
     def compute(self, x: Any, context: Context) -> Any:
@@ -148,7 +147,9 @@ class FusedMLP(Sublayer):
         self.gate_up = pack([mlp.gate_proj, mlp.up_proj], folded, gated=True)
         self.down = pack([mlp.down_proj])
         if halves:
-            for gate_up, down in zip(each(self.gate_up), each(self.down), strict=True):
+            for gate_up, down in zip(
+                matrices_of(self.gate_up), matrices_of(self.down), strict=True
+            ):
                 halve_swiglu(gate_up, down)
 
     def compute(self, x: Any, context: Context) -> Any:
@@ -168,67 +169,6 @@ class FusedEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         rows = embed(tokens.flatten(), local(self.weight), self.first)
         return rows.unflatten(0, tokens.shape)
-
-
-Packed = Matrix | RankMatrices
-
-
-def each(packed: Packed) -> Sequence[Matrix]:
-    """The matrix of each rank that the process holds."""
-    return packed.parts if isinstance(packed, RankMatrices) else [packed]
-
-
-def pack(
-    matrices: Sequence[ParallelLinear], gains: Sequence[Tensor] = (), gated: bool = False
-) -> Packed:
-    """The rows of all matrices as one, with a norm's weight of each held rank folded in.
-
-    Matrices in 8 bits have theirs folded in already, or read a norm that keeps it (see
-    `norms_of` in ladder.models.quantised).
-    """
-
-    def rows(name: str, rank: int) -> Tensor:
-        values = [held_part(matrix, name, rank) for matrix in matrices]
-        return values[0] if len(values) == 1 else _as_bits(torch.cat, values)
-
-    def matrix(rank: int) -> Matrix:
-        if matrices[0].scales is None:
-            whole = rows("weight", rank)
-            return Matrix(fold(whole, gains[rank]) if gains else whole, gated)
-        return Matrix(rows("weight", rank), gated, rows("scales", rank), matrices[0].rounds)
-
-    held = matrices[0].ranks.held
-    return matrix(0) if held == 1 else RankMatrices(matrix(rank) for rank in range(held))
-
-
-def held_part(matrix: ParallelLinear, name: str, rank: int) -> Tensor:
-    """What the process's rank number `rank` has of a matrix's weight, scales or bias."""
-    value, held = local(getattr(matrix, name)), matrix.ranks.held
-    if isinstance(matrix, KVParallelLinear):
-        index = matrix.held_heads()
-        own = index[rank * len(index) // held : (rank + 1) * len(index) // held]
-        return _as_bits(
-            lambda bits: bits.unflatten(0, (-1, matrix.head_dim))[own].flatten(0, 1), value
-        )
-    split = matrix.parameter_specs()[name].split
-    return value if held == 1 or split is None else value.chunk(held, split)[rank]
-
-
-def _as_bits(move: Callable[[Any], Tensor], values: Any) -> Tensor:
-    """`move` of one or several tensors of a type, which may be one that torch only stores."""
-    first = values if isinstance(values, Tensor) else values[0]
-    if first.dtype != torch.float8_e4m3fn:
-        return move(values)
-    bits = [each.view(torch.uint8) for each in ([first] if values is first else values)]
-    return move(bits[0] if values is first else bits).view(first.dtype)
-
-
-def fold(weight: Tensor, gain: Tensor) -> Tensor:
-    """`weight` [N, D] for inputs that were normed without `gain` [D]."""
-    folded = torch.empty_like(weight)
-    for some in pieces(*weight.shape):  # of a head the whole in float32 would be gigabytes
-        folded[some] = weight[some].float() * gain.float()
-    return folded
 
 
 def fused_add_norm(
