@@ -38,6 +38,7 @@ from ladder.infer import fused
 from ladder.infer.engine import Engine, Session
 from ladder.infer.graphs import time_turns
 from ladder.infer.sampling import Sampling
+from ladder.kernels.limits import MAX_ROWS
 from ladder.models.storage import QUANTISED
 from ladder.parallel import decode
 from ladder.parallel.matrix import Matrix
@@ -211,7 +212,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cache", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--out", type=Path, help="appended: a line of JSON for each point")
-    return parse_words(parser)
+    options = parse_words(parser)
+    if not all(1 <= batch <= MAX_ROWS for batch in options.batch):
+        parser.error(f"--batch {options.batch}: give 1 to {MAX_ROWS}, as fused decode steps have")
+    return options
 
 
 if __name__ == "__main__":
