@@ -45,10 +45,9 @@ from ladder.parallel.matrix import Matrix
 from ladder.parser import Parser, parse_words
 from ladder.records import facts
 
-PARTS = ("products", "landings", "attention")
-# What each graph has, in the order in which the table adds them.
+# What each graph has.
 KEPT: dict[str, tuple[str, ...]] = {
-    "layer": PARTS,
+    "layer": ("products", "landings", "attention"),
     "products": ("products",),
     "products, landings": ("products", "landings"),
     "products, attention": ("products", "attention"),
@@ -76,13 +75,6 @@ class Placeholders:
         heads, kept = others[4], others[2].shape[-1]
         return self.like(packed, heads * kept, others[-1])
 
-    def column(self, read: decode.Read, weight: Matrix, beside: bool) -> Tensor:
-        """Of all matrices but the head, which is no part of a layer."""
-        return self.like(read.residual, weight.outputs).unsqueeze(1)
-
-    def row(self, step: decode.DecodePass, product: decode.Product, *others: Any) -> Tensor:
-        return self.like(step.residual, len(product.weight.weight))
-
 
 @contextlib.contextmanager
 def only(kept: tuple[str, ...], placeholders: Placeholders, head: Matrix) -> Iterator[None]:
@@ -90,11 +82,12 @@ def only(kept: tuple[str, ...], placeholders: Placeholders, head: Matrix) -> Ite
     project = decode.Read.project
 
     def column(read: decode.Read, weight: Matrix, beside: bool) -> Tensor:
-        multiply = project if weight is head else placeholders.column
-        return multiply(read, weight, beside)
+        if weight is head:  # no part of a layer
+            return project(read, weight, beside)
+        return placeholders.like(read.residual, weight.outputs).unsqueeze(1)
 
-    def row(step: decode.DecodePass, *others: Any) -> Tensor:
-        return placeholders.row(step, *others)
+    def row(step: decode.DecodePass, product: decode.Product, *others: Any) -> Tensor:
+        return placeholders.like(step.residual, product.weight.outputs)
 
     with contextlib.ExitStack() as stack:
         if "products" not in kept:
@@ -151,17 +144,14 @@ def bytes_of(engine: Engine, session: Session, context: int) -> dict[str, float]
 
 def show(record: dict[str, Any]) -> None:
     layer, floor = record["us"], record["floor"]
-    added = [
-        layer["products"],
-        layer["products, landings"] - layer["products"],
-        layer["layer"] - layer["products, landings"],
-    ]
+    landings = layer["products, landings"] - layer["products"]
+    attention = layer["layer"] - layer["products, landings"]
     print(
         f"{record['plan']:>9} {record['batch']:>5}: floor {floor['products']:.1f} + "
-        f"{floor['attention']:.1f}; layer {layer['layer']:.1f} = products {added[0]:.1f}, landings "
-        f"+{added[1]:.1f}, attention +{added[2]:.1f}; alone landings {layer['landings']:.1f}, "
-        f"attention {layer['attention']:.1f}; without landings {layer['products, attention']:.1f}; "
-        f"rest of a step {record['rest']:.1f}",
+        f"{floor['attention']:.1f}; layer {layer['layer']:.1f} = products {layer['products']:.1f}, "
+        f"landings {landings:+.1f}, attention {attention:+.1f}; alone landings "
+        f"{layer['landings']:.1f}, attention {layer['attention']:.1f}; without landings "
+        f"{layer['products, attention']:.1f}; rest of a step {record['rest']:.1f}",
         flush=True,
     )
 
@@ -178,8 +168,7 @@ def main(options: argparse.Namespace) -> int:
     }
     for plan in options.plans:
         point = InferencePoint(
-            options.model, plan, "async", 1, 1, options.context, 1, layers,
-            weights=options.weights, cache=options.cache,
+            options.model, plan, "async", 1, 1, options.context, 1, layers, weights=options.weights
         )  # fmt: skip
         model = build_model(point, resolve(point), "async", device)
         engine = Engine(model, cache=options.cache)

@@ -42,6 +42,7 @@ from ladder.models.layers import (
     vocabulary_start,
 )
 from ladder.models.plan import Plan
+from ladder.models.quantised import cuts_blocks, matrices
 from ladder.models.reducer import Reducer
 from ladder.models.runtime import PassFactory
 from ladder.models.sublayers import MLP, Attention, Context, Sublayer
@@ -192,13 +193,10 @@ def fuse_refusal(model: Transformer) -> str:
     """Why `fuse` does not support this model, or nothing."""
     config, stored = model.config, model.model.embed_tokens.weight.dtype
     computes, held = model.runtime.compute_dtype, model.reducer.ranks.held
-    scales = model.lm_head.scales  # of a block, which has to be of one rank
-    blocked = held > 1 and scales is not None and scales.dim() == 2
-    inputs = config.num_heads * config.head_dim, config.intermediate_size
-    cut = any(size // model.reducer.ranks.degree % BLOCK for size in inputs)
+    cut = any(cuts_blocks(matrix, held) for _, matrix in matrices(model))
     found = {
         f"mixer={config.mixer} and feed_forward={config.feed_forward}": not config.has_usual_slots,
-        f"{held} virtual ranks whose inputs are no multiples of a block's {BLOCK}": blocked and cut,
+        f"{held} virtual ranks whose inputs are no multiples of a block's {BLOCK}": cut,
         "biases of outputs (attention_bias)": config.attention_bias,
         "biases of MLPs (mlp_bias)": config.mlp_bias,
         "adapters": model.adapted,

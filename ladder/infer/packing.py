@@ -50,14 +50,13 @@ def held_part(matrix: ParallelLinear, name: str, rank: int) -> Tensor:
     if isinstance(matrix, KVParallelLinear):
         index = matrix.held_heads()
         own = index[rank * len(index) // held : (rank + 1) * len(index) // held]
-        heads = _bits(value).unflatten(0, (-1, matrix.head_dim))
-        return heads[own].flatten(0, 1).view(value.dtype)
+        return matrix.pick(_bits(value), own).view(value.dtype)
     split = matrix.parameter_specs()[name].split
     return value if held == 1 or split is None else value.chunk(held, split)[rank]
 
 
 def _bits(value: Tensor) -> Tensor:
-    """As a type that torch can cat and index, where it only stores the tensor's own."""
+    """As a type that torch can cat, where it only stores the tensor's own."""
     return value.view(torch.uint8) if value.dtype == torch.float8_e4m3fn else value
 
 

@@ -76,7 +76,8 @@ def _norm_kernel(
     tl.store(normed + at, (total * scale * gain).to(normed.dtype.element_ty), mask=inside)
 
 
-def _check(residual: Tensor, addends: Addends, weight: Tensor, out: Pair | None) -> None:
+def _check(residual: Tensor, addends: Addends, weight: Tensor, out: Pair | None) -> int:
+    """The rows of addends that have fewer than the residual; 0 if none has."""
     if residual.dim() != 2 or not 1 <= residual.shape[1] <= MAX_SIZE:
         raise UserError(
             f"residual has shape {tuple(residual.shape)}; expected [M, D] with D up to {MAX_SIZE}"
@@ -87,7 +88,7 @@ def _check(residual: Tensor, addends: Addends, weight: Tensor, out: Pair | None)
     check_dtype(residual=residual, weight=weight)
     check_tensor("residual", residual, shape, residual)
     check_tensor("weight", weight, shape[1:], residual)
-    few = _shared(residual, addends)
+    few = _fewer(residual, addends)
     for n, (addend, _) in enumerate(addends):
         check_dtype(addend=addend)
         rows = few if few and len(addend) == few else shape[0]
@@ -95,10 +96,10 @@ def _check(residual: Tensor, addends: Addends, weight: Tensor, out: Pair | None)
     for name, tensor in zip(("out[0]", "out[1]"), out or (), strict=False):
         check_dtype(residual=residual, out=tensor)
         check_tensor(name, tensor, shape, residual)
+    return few
 
 
-def _shared(residual: Tensor, addends: Addends) -> int:
-    """The rows of addends that have fewer than the residual; 0 if none has."""
+def _fewer(residual: Tensor, addends: Addends) -> int:
     found = {len(addend) for addend, _ in addends if len(addend) < len(residual)}
     if len(found) > 1 or any(len(residual) % each for each in found if each):
         raise UserError(
@@ -123,7 +124,7 @@ def add_rms_norm(
     The sum is computed in float32 and rounded once, to the new residual. The norm is computed from
     the sum before that rounding, which is closer to the exact value. Not differentiable.
     """
-    _check(residual, addends, weight, out)
+    few = _check(residual, addends, weight, out)
     if not on_triton(residual):
         return add_rms_norm_reference(residual, addends, weight, eps, out)
     landed, normed = (
@@ -132,7 +133,6 @@ def add_rms_norm(
     rows, size = residual.shape
     block = triton.next_power_of_2(size)
     unused = MAX_ADDENDS - len(addends)
-    few = _shared(residual, addends)
     launch(
         _norm_kernel, (rows,), residual.device,
         residual, weight, landed, normed, eps,

@@ -136,11 +136,11 @@ class KVParallelLinear(ColumnParallelLinear):
         weight, bias = super().held(dtype)
         index = self.held_heads()
         if index != list(range(weight.shape[0] // self.head_dim)):
-            weight = self._pick(weight, index)
-            bias = None if bias is None else self._pick(bias, index)
+            weight = self.pick(weight, index)
+            bias = None if bias is None else self.pick(bias, index)
         return weight, bias
 
-    def _pick(self, value: Tensor, index: list[int]) -> Tensor:
+    def pick(self, value: Tensor, index: list[int]) -> Tensor:
         """The heads of `index`, in its order. Indexing by a list cannot be recorded in a graph."""
         heads = value.unflatten(0, (-1, self.head_dim))
         return torch.cat([heads[i] for i in index])

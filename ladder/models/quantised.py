@@ -184,15 +184,19 @@ def refuse_rounding(kind: str | None) -> None:
 def refuse_cut_blocks(model: Transformer, processes: int, where: str) -> None:
     """Raise UserError if splitting a whole model's matrices over processes cuts stored blocks."""
     for name, matrix in matrices(model):
-        if not isinstance(matrix, RowParallelLinear) or matrix.scales is None:
-            continue
-        columns, blocks = matrix.weight.shape[1], matrix.scales.dim() == 2
-        if blocks and processes > 1 and columns % (processes * BLOCK):
+        if cuts_blocks(matrix, processes):
             raise UserError(
-                f"{where}: {name}.weight has a scale for each {BLOCK} of its {columns} columns, "
-                f"and --tp={processes} would cut a block; use fewer ranks, or the folder that it "
-                f"was converted from, with --weights fp8-block"
+                f"{where}: {name}.weight has a scale for each {BLOCK} of its "
+                f"{matrix.weight.shape[1]} columns, and --tp={processes} would cut a block; use "
+                f"fewer ranks, or the folder that it was converted from, with --weights fp8-block"
             )
+
+
+def cuts_blocks(matrix: ParallelLinear, parts: int) -> bool:
+    """Whether a split of this process's columns into so many parts cuts stored blocks."""
+    if not isinstance(matrix, RowParallelLinear) or matrix.scales is None or parts == 1:
+        return False
+    return matrix.scales.dim() == 2 and local(matrix.weight).shape[1] % (parts * BLOCK) != 0
 
 
 @torch.no_grad()

@@ -79,7 +79,7 @@ class VirtualCost(PromptCost):
     def _added(self, operation: Operation) -> int:
         """The kernels that add to the partial behind a sublayer's last product."""
         n, plan = operation.sublayer, self.config.plan
-        if n is None or operation.kind != "product" or operation.part not in LAST.values():
+        if n is None or operation.kind != "product":
             return 0
         record = plan.sublayers[n]
         if operation.part != LAST[record.kind.split("+")[-1]]:
