@@ -12,8 +12,8 @@ MAX_VECTOR_ROWS = 2
 # Steps of a product on tensor cores whose weights are brought into L2 before its wait: 1 to 4 % of
 # a layer at 4, 16 and 64 rows (benchmarks/results/README.md), when steps of 4 and 16 were shorter.
 EARLY = 2
-# Of 33 to 64 rows beside other kernels, products of so many outputs have tiles of 64 of them, whose
-# programs read the input half as often. Alone they need all SMs; others were not measured.
+# Of 33 to 64 rows beside other kernels, products of so many outputs have tiles of 64 of them
+# (`_wide`). Alone they need all SMs; others were not measured.
 MIDDLE = range(4096, 32 * MULTIPROCESSORS + 1)
 FEW = 2048  # outputs below these need cuts of their own to use the whole memory bandwidth
 # Outputs of a product with 64 rows of its weight for each SM, such as a head's.
@@ -66,12 +66,12 @@ def blocks(
     if pieces:
         return _tiles_of_pieces(max(8, power_of_2(rows)), outputs, gated)
     narrow = eight_bits and itemsize == 2  # tiles of float32 in parts spill registers
-    wide = beside and rows > 32 and itemsize == 2 and not (gated or many)
-    if wide and outputs in MIDDLE and (half or not eight_bits):
-        return Cut(64, 64, 128, 4, 5 if short else 6, swapped=True)
     if _by_vectors(rows, few, gated, short, narrow):
         return _vectors(rows, outputs, size, gated, eight_bits)
     padded = max(16, power_of_2(rows))
+    wide = beside and itemsize == 2 and not (few or gated or many) and (half or not eight_bits)
+    if wide and (found := _wide(padded, outputs, size, half)):
+        return found
     if narrow:
         found = _tiles_of_8_bits(padded, few, short, gated, many)
         if half and padded <= 32 and not (few or gated or many):
@@ -79,7 +79,10 @@ def blocks(
     elif many:
         found = Cut(padded, 64, 128, 4, 5)
     elif gated and padded <= 32:
-        found = Cut(padded, 32, 128, 4, 6, swapped=True)
+        # Fewer stages leave room for programs of the kernels beside.
+        little = beside and rows > 8 and size <= 4096
+        little = little and (padded == 32 or outputs > 16 * MULTIPROCESSORS)
+        found = Cut(padded, 32, 128, 4, 4 if little else 6, swapped=True)
     elif padded == 16 and short:
         found = Cut(padded, 32, 128, 4, 4)
     elif padded == 16:
@@ -96,6 +99,17 @@ def blocks(
         found = Cut(padded, 16 if narrowest else 32, 128, 4, 5 if short else 6)
     # Tensor cores multiply float32 as TF32 alone, so its products have no operands to swap.
     return found._replace(step=found.step * 2 // itemsize, swapped=found.swapped and itemsize == 2)
+
+
+def _wide(padded: int, outputs: int, size: int, half: bool) -> Cut | None:
+    """Tiles of 64 outputs, whose programs read the input half as often: beside other kernels they
+    need not fill the GPU. 2 to 9 % of a ladder's steps of 3 to 32 sequences, 5 of 64."""
+    short = size <= 1024
+    if padded == 64:
+        return Cut(64, 64, 128, 4, 5 if short else 6, swapped=True) if outputs in MIDDLE else None
+    if not half:
+        return Cut(padded, 64, 128, 4, 5 if short else 7, swapped=True)
+    return Cut(32, 64, 256, 4, 4 if short else 5, swapped=True) if padded == 32 else None
 
 
 def _by_vectors(rows: int, few: bool, gated: bool, short: bool, narrow: bool) -> bool:

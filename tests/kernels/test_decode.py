@@ -78,18 +78,21 @@ def test_a_product_of_many_outputs(device: str, m: int) -> None:
         check_product(device, m, 150, 300, torch.float32, False, True, False)
 
 
-@pytest.mark.parametrize(("device", "m"), [on("interpreter", m) for m in (33, 64)])
+@pytest.mark.parametrize(("device", "m"), [on("interpreter", m) for m in (5, 20, 33, 64)])
 def test_a_product_beside_other_kernels(device: str, m: int) -> None:
     """Whose tiles have 64 rows of the weight, as the first operand."""
-    with mock.patch.object(decode_shapes, "MIDDLE", range(64, 200)):
+    sizes = {"MIDDLE": range(64, 200), "FEW": 64}
+    with mock.patch.multiple(decode_shapes, **sizes):
+        assert decode_shapes.blocks(m, 150, 300, False, 2, beside=True).block == 64
         for dtype in (torch.bfloat16, torch.float16):
             check_product(device, m, 150, 300, dtype, False, True, True, beside=True)
 
 
 @pytest.mark.parametrize(("device", "m", "n", "k"), LARGE)
 def test_products_of_llamas(device: str, m: int, n: int, k: int) -> None:
-    if m > 32:
+    if m > decode_shapes.MAX_VECTOR_ROWS:
         check_product(device, m, n, k, torch.bfloat16, False, False, True, beside=True)
+        check_product(device, m, n, k, torch.bfloat16, True, True, False, beside=True)
     check_product(device, m, n, k, torch.bfloat16, False, False, False)
     check_product(device, m, n, k, torch.bfloat16, True, True, False)
 
@@ -211,8 +214,9 @@ def test_cuts_of_few_rows() -> None:
 
 
 def test_cuts_of_products_beside_other_kernels() -> None:
-    """Of 33 to 64 rows, O and down of an 8B's rank have tiles of 64 rows of the weight, and QKV in
-    bfloat16 has tiles of 32. Sizes and types that were not measured keep theirs."""
+    """Products of many outputs have tiles of 64 rows of the weight, in fp8 of 17 rows and more, and
+    of 33 rows those of an 8B's rank. QKV of so many has tiles of 32 in bfloat16; gate and up of 9 to
+    32 have fewer stages. Sizes and types that were not measured keep theirs."""
 
     def cuts(rows: int, outputs: int, size: int, **kind: Any) -> list[Cut]:
         kind = {"gated": False, "itemsize": 2} | kind
@@ -225,9 +229,22 @@ def test_cuts_of_products_beside_other_kernels() -> None:
             assert cuts(rows, 4096, 3584, **kind)[1] == large._replace(stages=6)
         apart, beside = cuts(rows, 1536, 4096)
         assert (apart.block, beside) == (16, apart._replace(block=32))
-    for shape in ((32, 4096, 1024), (64, 8192, 2048), (64, 2304, 512)):
+    for rows, padded in ((3, 16), (16, 16), (17, 32), (32, 32)):
+        few = large._replace(padded=padded)
+        assert cuts(rows, 4096, 1024)[1] == cuts(rows, 2304, 512)[1] == few
+        assert cuts(rows, 8192, 2048)[1] == few._replace(stages=7)
+        apart, beside = cuts(rows, 4096, 3584, eight_bits=True, half=True)
+        wide = Cut(32, 64, 256, 4, 5, swapped=True)
+        assert beside == (wide if rows > 16 else apart) != (apart if rows > 16 else wide)
+    for shape in ((2, 4096, 1024), (16, 1536, 4096), (64, 8192, 2048), (64, 2304, 512)):
         apart, beside = cuts(*shape)
         assert apart == beside
+    for rows, outputs, size, fewer in (
+        (8, 3584, 4096, False), (9, 3584, 4096, True), (32, 3584, 4096, True),
+        (16, 1792, 4096, False), (17, 1792, 4096, True), (32, 7168, 8192, False),
+    ):  # fmt: skip
+        apart, beside = cuts(rows, outputs, size, gated=True)
+        assert beside == apart._replace(stages=4 if fewer else 6)
     for kind in ({"itemsize": 4}, {"gated": True}, {"eight_bits": True}, {"pieces": True}):
         apart, beside = cuts(64, 4096, 1024, **kind)
         assert apart == beside, kind
