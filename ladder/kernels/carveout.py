@@ -32,7 +32,7 @@ DRIVERS = -1  # the driver's choice
 LEAST = 28
 # Rows up to which kernels on two streams prefer what they do on one. From 8 sequences on the
 # driver's choice, by which kernels of both streams fit an SM at once, takes 0 to 4 % less of a
-# ladder's steps; of 1 up to 6 % more, of 4 to 6 within 2 % of the same.
+# ladder's steps; of 1 up to 6 % more, of 4 from 4 % less (an 8B at TP 4 and 8) to 4 % more.
 MOST_APART = 7
 
 # What was set for a compiled kernel. The driver keeps it, for what is captured later, too.

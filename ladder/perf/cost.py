@@ -97,6 +97,8 @@ class DecodeCost:
         }
         self.stored = weights
         self.kernels = kernels
+        self.rows = batch  # whose curve prices products;
+        self.between = False  # or what is between that and the one of 64 rows
         self.heads = batch * max(1, config.num_kv_heads // tp)
         self.message = BF16 * batch * config.hidden_size
         self.slowdowns = Slowdowns(machine)
@@ -116,11 +118,15 @@ class DecodeCost:
     def lowered(self, plan: Plan) -> Graph:
         """The step of a plan, whose costs this then knows."""
         way = WAY[self.reducer] if self.tp > 1 else "alone"
-        if self.kernels.rides == "nothing":
-            graph = decode(plan, way, self.batch <= self.kernels.branches)
-        else:
-            graph = riding(plan, way)
-        self.crossing = {}
+        two_streams = self.kernels.rides == "nothing"
+        branches = self.batch <= self.kernels.branches
+        graph = decode(plan, way, branches) if two_streams else riding(plan, way)
+        # Curves are of products alone. Where most sublayers run beside another one, those of 17 to
+        # 32 rows have the tiles that 16 and 64 rows have, and not their own (`decode_shapes`).
+        beside = two_streams and sum(plan.beside) > len(plan.beside) / 2
+        self.between = beside and self.stored == "bf16" and 16 < self.batch <= 32
+        self.rows = 16 if self.between else self.batch
+        self._alone, self._known, self.crossing = {}, {}, {}
         for each in graph.operations:
             others = [graph.operations[need] for need in each.needs]
             streams = {one.stream for one in (each, *others)} - {LINKS}
@@ -290,7 +296,11 @@ class DecodeCost:
         if part not in self._alone:
             product = operation.kind == "product"
             if product:
-                found = self._product(self.weights[part] * self._unevenness(part))
+                nbytes = self.weights[part] * self._unevenness(part)
+                found = self._product(nbytes, self.rows)
+                if self.between:
+                    points = [(self.rows, found.us), (64, self._product(nbytes, 64).us)]
+                    found = Estimate(_between(points, self.batch), "interpolated")
             else:
                 found = self._attention()
             if product and self.stored != "bf16":
@@ -311,7 +321,7 @@ class DecodeCost:
             )
         return self.machine.between("attention", "keys", self.context, heads)
 
-    def _product(self, nbytes: float) -> Estimate:
+    def _product(self, nbytes: float, rows: int) -> Estimate:
         """Of more rows than one, as measured; or, at one size alone, as with one row, and what more
         rows cost there: they are other kernels, which take as much longer to begin and to end. What
         was fitted to steps of more sequences corrects either."""
@@ -321,16 +331,16 @@ class DecodeCost:
         if nbytes < least:  # down to a kernel without bytes
             small = self.small + max(0.0, us - self.small) * nbytes / least
             found = Estimate(min(small, us), "extrapolated")
-        if self.batch == 1:
+        if rows == 1:
             return found
         off = 0.0
         for fitted in self.machine.family("more rows"):
             points = [(rows, us - more_rows(self.machine, rows)) for rows, us in fitted.points]
-            off = _between([(1.0, 0.0), *points], self.batch)
+            off = _between([(1.0, 0.0), *points], rows)
         if rows_measured(self.machine):
-            more = self.machine.between("product", "rows", self.batch, nbytes)
+            more = self.machine.between("product", "rows", rows, nbytes)
             return Estimate(max(0.0, more.us + off), more.basis)
-        more_us = max(0.0, more_rows(self.machine, self.batch) + off)
+        more_us = max(0.0, more_rows(self.machine, rows) + off)
         return Estimate(found.us + more_us, "extrapolated")
 
     def _unevenness(self, part: str) -> float:
@@ -340,7 +350,7 @@ class DecodeCost:
         outputs, inputs, gated = self.matrix(part)
         if not self.tiles or outputs < FEW or not rows_measured(self.machine):
             return 1.0
-        block = blocks(self.batch, outputs, inputs, gated, BF16).block
+        block = blocks(self.rows, outputs, inputs, gated, BF16).block
         even = -(-outputs // rows_each(outputs, block, gated)) / MULTIPROCESSORS
         return max(1.0, math.ceil(even) / even / MOST_OF_SHARE)
 

@@ -194,7 +194,9 @@ def test_inputs_in_float16_and_results(device: str, rows: int, n: int, k: int) -
     results = [F.linear(x.to(each.dtype), each) for each in (weight, weight.bfloat16())]
     slots = torch.full((2, rows, n), -0.0, dtype=torch.bfloat16, device=device)
     with mock.patch.object(decode_shapes, "FEW", min(n, decode_shapes.FEW)):  # many outputs
+        cut = BLOCKS(rows, n, k, False, 2, eight_bits=True, half=True, beside=True)
         found = project(x, stored, scales=(scales, None), gives=torch.bfloat16, beside=True)
+    assert (cut.block == 64) == (16 < rows <= 32)
     assert found is not None
     assert_close(found, *results)
     found = project(x, stored, scales=(scales, None), gives=torch.bfloat16)

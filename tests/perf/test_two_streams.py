@@ -193,3 +193,29 @@ def test_recorded_steps_on_one_gpu() -> None:
         errors.append(abs(found.us / us - 1))
     assert sum(errors) / len(errors) < 0.03, errors
     assert max(errors) < 0.07, errors
+
+
+def test_products_beside_others_of_17_to_32_rows() -> None:
+    """They have the tiles of 16 and 64 rows (`ladder.kernels.decode_shapes`), so their price is
+    between these. Alone, in 8 bits and before that it is that of their own number."""
+
+    def price(
+        part: str, plan: str, rows: int, weights: str = "bf16", kernels: Kernels = TODAY
+    ) -> float:
+        config, machine = model_config("quarter-8b"), load("h200x1")
+        cost = DecodeCost(config, machine, 1, "async", rows, 1024, weights, kernels)
+        graph = cost.lowered(resolve_plan(plan, 6, 1))
+        return cost.alone(next(each for each in graph.operations if each.part == part)).us
+
+    own = (
+        ("standard", "bf16", TODAY),
+        ("ladder", "fp8", TODAY),
+        ("ladder", "bf16", Kernels("beside")),
+    )
+    for part in ("qkv", "output", "gate-up", "down"):
+        few, most = (price(part, "standard", rows) for rows in (16, 64))
+        for rows in (17, 32):
+            between = few + (rows - 16) / 48 * (most - few)
+            assert price(part, "ladder", rows) == pytest.approx(between)
+        for way in own:
+            assert price(part, way[0], 32, *way[1:]) > 1.05 * price(part, way[0], 16, *way[1:])
