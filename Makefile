@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 
 help:
 	@echo "make demo      train, evaluate and run a tiny model under five residual plans (5 minutes)"
-	@echo "make test      run the tests (7 to 14 minutes on two cores)"
+	@echo "make test      run the tests (8 minutes on two cores)"
 	@echo "make test-all  also the slow tests and make parity"
 	@echo "make parity    every layout of ranks trains every plan like one process (5 minutes)"
 	@echo "make pages     draw docs/figures, and pages of the recorded results in runs/pages"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ def files() -> list[Path]:
     return sorted(path for path in found if path.name not in OLDER)
 
 
-def entries() -> list[dict[str, Any]]:
+def entries(phases: Iterable[str] = MEASURED) -> list[dict[str, Any]]:
     found: dict[tuple[str, int, str, str, str, bool], list[list[float]]] = {}
-    for machine, phase in itertools.product(map(load, MACHINES), MEASURED):
+    for machine, phase in itertools.product(map(load, MACHINES), phases):
         for each in scores(files(), machine, phase):
             short = phase == "decode" and each.point.new_tokens < LEAST_TOKENS
             if not each.calibrated and not short:

@@ -129,7 +129,7 @@ def load_on_rank(rank: int, world: int, folder: Path) -> tuple[float, int]:
     return (logits - torch.load(folder / "logits.pt", weights_only=True)).abs().max().item(), held
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_rank_reads_its_part(tmp_path: Path, pools: Pools, world: int) -> None:
     """The whole model never lies in one process: each holds about its share of the numbers."""
     model = make()

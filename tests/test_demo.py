@@ -92,29 +92,37 @@ def check_report(out: Path, plans: Sequence[str]) -> None:
         assert not (out / plan / "logits.pt").exists()
 
 
-def test_the_demo_reports_every_plan_and_replaces_its_own_output(
-    corpus: Path, tmp_path: Path, start: Start
+@pytest.mark.parametrize(
+    ("few", "whole"),
+    [
+        (["standard", "ladder"], ["standard", "ladder"]),
+        pytest.param(["standard", "ladder"], list(COLLECTIVES), marks=pytest.mark.slow),
+    ],
+    ids=["two", "every"],
+)
+def test_the_demo_reports_its_plans_and_replaces_its_own_output(
+    few: list[str], whole: list[str], corpus: Path, tmp_path: Path, start: Start
 ) -> None:
-    """First with two plans; then whole, over what the first left."""
-    out, two = tmp_path / "new" / "demo", ("standard", "ladder")
+    """First with few plans; then with all of `whole`, over what the first left."""
+    out = tmp_path / "new" / "demo"
     assert list(demo.PLANS) == list(COLLECTIVES)
-    command = start(tiny_demo, corpus.parent, out, two)
+    command = start(tiny_demo, corpus.parent, out, few)
     assert command.wait() == 0, command.err
-    check_report(out, two)
+    check_report(out, few)
     before = {path.name for path in out.iterdir()}
     for lost in ("report.json", "ladder/metrics.jsonl"):  # as if it had been interrupted
         (out / lost).unlink()
     for stale in ("report.html", "tokenizer/tokenizer.json"):
         (out / stale).write_text("stale", encoding="utf-8")
 
-    command = start(tiny_demo, corpus.parent, out, tuple(COLLECTIVES))
+    command = start(tiny_demo, corpus.parent, out, whole)
     assert command.wait() == 0, command.err
-    check_report(out, tuple(COLLECTIVES))
+    check_report(out, whole)
     printed = command.out
     assert str(out / "report.html") in printed
-    for plan in COLLECTIVES:
+    for plan in whole:
         assert any(line.split()[:1] == [plan] for line in printed.splitlines())
-    assert {path.name for path in out.iterdir()} == before | COLLECTIVES.keys()
+    assert {path.name for path in out.iterdir()} == before | set(whole)
 
 
 def test_a_training_that_was_told_to_stop_ends_the_demo(corpus: Path, tmp_path: Path) -> None:

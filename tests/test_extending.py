@@ -17,6 +17,9 @@ from tests.distributed import PATIENCE
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 BLOCKS = pages.parse(PAGE)
 DIFFS = {block.note: block.text for block in BLOCKS if block.language == "diff"}
+QUICK = "rule.diff"  # whose check `make test` runs
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git, to apply a diff")
 
 
 def files_of(diff: str) -> set[str]:
@@ -29,8 +32,22 @@ def test_the_table_says_which_files_are_touched() -> None:
     assert stated == [(len(files_of(diff)), files_of(diff)) for diff in DIFFS.values()]
 
 
-@pytest.mark.skipif(shutil.which("git") is None, reason="needs git, to apply a diff")
+@needs_git
 @pytest.mark.parametrize("name", list(DIFFS))
+def test_a_diff_applies(name: str) -> None:
+    """To the code as it is, of which nothing is changed. `make test-all` runs each one's check."""
+    command = ["git", "apply", "--check", "-"]
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(ROOT.parent)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, input=f"{DIFFS[name]}\n", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@needs_git
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == QUICK else pytest.mark.slow) for n in DIFFS]
+)
 def test_an_extension(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of the code that a diff touches, or of what its check calls, fails this."""
     shutil.copytree(ROOT / "ladder", tmp_path / "ladder")

@@ -103,7 +103,7 @@ def working(page: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     "page",
-    [README, *(pytest.param(name, marks=pytest.mark.slow) for name in DOCS if steps(name))],
+    [pytest.param(name, marks=pytest.mark.slow) for name in (README, *DOCS) if steps(name)],
 )
 def test_a_page_runs(page: str, working: None) -> None:
     names: dict[str, object] = {}

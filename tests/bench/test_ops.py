@@ -282,6 +282,7 @@ def test_records_of_another_kind_leave_the_table_as_it_is(
     assert table.read_text() == "[]"
 
 
+@pytest.mark.slow
 def test_a_whole_run(start: Start, tmp_path: Path) -> None:
     """Two ranks, from the command to the page: a table, records, the registry's table."""
     table, out = tmp_path / "table.json", tmp_path / "out"

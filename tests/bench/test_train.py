@@ -157,17 +157,30 @@ COMMAND = ["bench", "train", "--model", "tiny", "--layers", "2", "--seq-len", "3
            "--steps", "1", "--device", "cpu", "--dtype", "float32"]  # fmt: skip
 
 
-def test_the_command(tmp_path: Path, start: Start) -> None:
+@pytest.mark.parametrize(
+    ("plans", "lines", "count"),
+    [
+        (["standard", "none"], ["tp2     standard", "tp2     none"], 3),
+        pytest.param(
+            ["standard", "none", "ladder", "desync-2x"],
+            ["tp2     standard", "tp2     none", "fsdp    desync-2x", "ladder no_comm"], 9,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_the_command(
+    plans: list[str], lines: list[str], count: int, tmp_path: Path, start: Start
+) -> None:
     """On two ranks, with virtual ranks where T is 4: every line is there and recorded."""
-    wanted = ["--plans", "standard", "none", "ladder", "desync-2x", "--layouts", "tp2", "fsdp"]
+    wanted = ["--plans", *plans, "--layouts", "tp2", "fsdp"]
     command = start(main, [*COMMAND, *wanted, "--nproc", "2", "--out", str(tmp_path)])
     assert command.wait() == 0, command.err
     printed, said = command.out, command.err
     assert said.count("--plans none is left out under fsdp: without TP there is no reduce") == 1
-    for line in ("tp2     standard", "tp2     none", "fsdp    desync-2x", "ladder no_comm"):
+    for line in lines:
         assert line in printed
     records = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
-    assert len(records) == 9
+    assert len(records) == count
     assert all(record["result"]["step_ms"] > 0 for record in records)
     assert all(record["machine"]["ranks"] == 2 for record in records)
 

@@ -137,6 +137,7 @@ def test_the_points(standard: Path) -> None:
 WIRED = ("ladder", "desync-4x-sqrt", "accumulate-4x", "accumulate-4x-one")
 
 
+@pytest.mark.slow  # seven points; the test of two points above is in `make test`
 def test_other_plans_on_the_last_half(
     standard: Path,
     tmp_path: Path,

@@ -257,6 +257,7 @@ def test_a_plan_is_trained_once_for_each_t(
     assert call(corpus, tmp_path, *only) == 0
 
 
+@pytest.mark.slow  # two processes that import torch and train; others here have a stand-in
 def test_two_plans_are_trained_once(
     corpus: Path,
     tmp_path: Path,

@@ -97,7 +97,11 @@ def left_over(push: PushAllReduce) -> int:
 
 @pytest.mark.parametrize(
     ("device", "which", "world", "turns"),
-    [on("interpreter", which, *s) for which in WHICH for s in ((2, 24), (4, 12))],
+    [
+        on("interpreter", which, *s, slow=s[0] == 4 and which != "two-shot")
+        for which in WHICH
+        for s in ((2, 24), (4, 12))
+    ],
 )
 def test_totals_are_the_sum_in_rank_order(
     pools: Pools, tmp_path: Path, interpreted: list[str], device: str, which: str, world: int,

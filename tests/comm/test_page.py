@@ -41,7 +41,9 @@ def run_check(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
     return result, ran
 
 
-@pytest.mark.parametrize(("device", "world"), [on("interpreter", 2), on("interpreter", 4)])
+@pytest.mark.parametrize(
+    ("device", "world"), [on("interpreter", 2), on("interpreter", 4, slow=True)]
+)
 def test_the_pages_kernel_sums_exactly(
     pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreted: list[str],
     device: str, world: int,

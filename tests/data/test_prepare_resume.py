@@ -121,7 +121,9 @@ def _kill_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
+)
 def test_killed_anywhere_it_goes_on_to_the_same_bytes(
     corpus: Path, tokenizer: Path, tmp_path: Path, whole: dict[str, bytes], seed: int
 ) -> None:

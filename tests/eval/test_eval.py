@@ -214,6 +214,7 @@ def harness_on_rank(rank: int, world: int, folder: Path, data: Path) -> tuple[An
     return everything(model), figures(model, folder, data)
 
 
+@pytest.mark.slow
 def test_the_harness_finds_what_it_does_in_transformers(
     llama: Path, texts: Path, tmp_path: Path, pools: Pools
 ) -> None:

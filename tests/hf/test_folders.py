@@ -141,8 +141,29 @@ torch.save([*results, *run(again)[1], tokenizer.eos_token_id], folder + "/result
 """
 
 
-def test_a_folder_carries_its_code(tmp_path: Path, corpus: Path) -> None:
-    """Loaded, run, saved and loaded again by a process that has no ladder, and no network."""
+def check_alone(
+    out: Path, again: Path, model: Transformer, tokens: torch.Tensor, expected: torch.Tensor
+) -> None:
+    """By ALONE, which saves it as `again`: logits and tokens of both, and the end token."""
+    environment = {
+        "HF_HOME": str(out.parent / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"
+    }  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-c", ALONE, str(out), str(again)],
+        env={**os.environ, **environment}, cwd=out.parent, check=True, timeout=PATIENCE,
+    )  # fmt: skip
+    *results, eos = torch.load(out / "results.pt", weights_only=True)
+    new = generate(model, tokens.tolist(), max_new_tokens=5, stop={0})[0].tokens
+    for logits, generated in (results[:2], results[2:]):
+        assert torch.equal(logits, expected)
+        assert generated[0, 4:].tolist()[: len(new)] == new
+    assert eos == 0
+
+
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_folder_carries_its_code(tmp_path: Path, corpus: Path, alone: bool) -> None:
+    """alone: loaded, run, saved and loaded again by a process that has no ladder, and no network,
+    which imports torch and transformers; else by ladder, which goes on with its own code."""
     source, out, again = tmp_path / "ours", tmp_path / "out", tmp_path / "again"
     source.mkdir()
     model = engines.make("desync-4x", 4)
@@ -153,21 +174,12 @@ def test_a_folder_carries_its_code(tmp_path: Path, corpus: Path) -> None:
     assert "from ladder" not in "".join(bundle().values())
     needed = ("ladder_models", "ladder_hf", "ladder_convert", "ladder_reader", "ladder_config")
     assert all(name.startswith(needed) for name in bundle())
-    environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-c", ALONE, str(out), str(again)],
-        env={**os.environ, **environment}, cwd=tmp_path, check=True, timeout=PATIENCE,
-    )  # fmt: skip
     tokens = torch.tensor([[3, 9, 27, 14]])
-    *results, eos = torch.load(out / "results.pt", weights_only=True)
     with torch.no_grad():
         expected = model(tokens)
-    new = generate(model, tokens.tolist(), max_new_tokens=5, stop={0})[0].tokens
-    for logits, generated in (results[:2], results[2:]):
-        assert torch.equal(logits, expected)
-        assert generated[0, 4:].tolist()[: len(new)] == new
-    assert eos == 0
-    for folder in (out, again):  # ladder goes on with its own code, whatever lies there
+    if alone:
+        check_alone(out, again, model, tokens, expected)
+    for folder in (out, again) if alone else (out,):  # whatever code lies there
         assert type(AutoModelForCausalLM.from_pretrained(folder)) is LadderForCausalLM
         with torch.no_grad():
             assert torch.equal(load_model(folder)(tokens), expected)

@@ -41,6 +41,8 @@ PLANS["parallel, own parts kept beside the group's sum"] = [
     {"layers": "2-3", "attention+mlp": {"reduce": "accumulated", "peer_lag": 1}},
 ]
 
+QUICK = "accumulate-2x-lag1"  # the one of these that `make test` runs
+
 
 class Pushing(PushReducer):
     """Whose products push, and whose other sums are gloo's."""
@@ -76,7 +78,9 @@ def push_on_ranks(rank: int, world: int, plan: PlanSpec, depends: bool, folder: 
     return found, ran
 
 
-@pytest.mark.parametrize(("device", "name"), [on("interpreter", name) for name in PLANS])
+@pytest.mark.parametrize(
+    ("device", "name"), [on("interpreter", name, slow=name != QUICK) for name in PLANS]
+)
 def test_products_that_push_decode_what_the_plain_path_does(
     pools: Pools, tmp_path: Path, interpreted: list[str], device: str, name: str
 ) -> None:

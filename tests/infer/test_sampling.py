@@ -106,7 +106,7 @@ def test_a_split_vocabulary_chooses_as_the_whole(pools: Pools, world: int) -> No
         assert same.sum() >= batch - 1, sampling  # no draw but one is near a border
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_frequencies(pools: Pools, world: int) -> None:
     """The frequencies of many draws match the probabilities of all ranks' tokens."""
     count = 20_000 if world == 1 else 4_000  # ranks send 16 KiB a draw for top_p

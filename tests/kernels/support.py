@@ -35,9 +35,13 @@ INTERPRETED = [
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def on(where: str, *shape: Any) -> Any:
-    """A case (device, *shape). where: "cpu", "cuda", or "interpreter", whose device is "cpu"."""
+def on(where: str, *shape: Any, slow: bool = False) -> Any:
+    """A case (device, *shape). where: "cpu", "cuda", or "interpreter", whose device is "cpu".
+
+    slow: too costly for `make test`, of which a smaller case is there, too.
+    """
     marks = {"cpu": [], "interpreter": INTERPRETED, "cuda": GPU}[where]
+    marks = [*marks, *([pytest.mark.slow] if slow else [])]
     device = "cuda" if where == "cuda" else "cpu"
     return pytest.param(device, *shape, marks=marks, id="-".join(str(s) for s in (where, *shape)))
 

@@ -57,7 +57,7 @@ def test_the_greedy_choice(device: str, dtype: torch.dtype, size: int) -> None:
 
 
 @pytest.mark.parametrize("device", [on("interpreter")])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_greedy_choice_over_ranks(
     device: str, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

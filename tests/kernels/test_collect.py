@@ -60,7 +60,7 @@ def provoke(rank: int, world: int, folder: str, dtype: torch.dtype, turns: int) 
 @pytest.mark.parametrize(
     ("device", "dtype", "world", "turns"),
     [
-        on("interpreter", torch.bfloat16, 2, 24),
+        on("interpreter", torch.bfloat16, 2, 24, slow=True),
         on("interpreter", torch.float32, 2, 12),
         on("interpreter", torch.float16, 4, 12),
     ],

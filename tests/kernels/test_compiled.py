@@ -1,11 +1,17 @@
-"""The kernels' machine code for a GPU, made without one: see tests.kernels.compiled."""
+"""The kernels' machine code for a GPU, made without one: see tests.kernels.compiled.
+
+`make test` compiles the primitives and a few kernels, `make test-all` all of them, for minutes.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,7 +19,11 @@ import pytest
 
 from tests import ROOT
 from tests.commands import PATIENCE
+from tests.kernels import weakened as weak
+from tests.kernels.compiled import FEW
 from tests.kernels.weakened import KERNELS, WEAKENED
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 STORES = r"\bst\.global\.(\S+)"
 
@@ -50,16 +60,37 @@ WAIT = "griddepcontrol.wait"
 SHARED = 227 * 1024  # bytes that a program may have
 
 
-def compiled(*options: str) -> dict[str, Any]:
-    return printed("tests.kernels.compiled", *options)
-
-
 def printed(module: str, *options: str) -> dict[str, Any]:
     """The JSON object that a module of the tests prints."""
     code = [sys.executable, "-m", module, *options]
     run = subprocess.run(code, capture_output=True, cwd=ROOT, timeout=4 * PATIENCE, check=False)
     assert run.returncode == 0, run.stderr.decode()
     return json.loads(run.stdout)
+
+
+class Once:
+    """`once(module, *options)`: `printed`, of which one worker of pytest-xdist makes the object for
+    all; the others wait for it. Tests of this file are divided between workers."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self.run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+        self.folder = factory.getbasetemp().parent  # of all workers
+
+    def __call__(self, module: str, *options: str) -> dict[str, Any]:
+        if self.run is None:
+            return printed(module, *options)
+        file = self.folder / "-".join((self.run, module, *options))
+        with file.open("a+", encoding="utf-8") as shared:
+            fcntl.flock(shared, fcntl.LOCK_EX)
+            if file.stat().st_size == 0:
+                json.dump(printed(module, *options), shared)
+                shared.flush()
+            return json.loads(file.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    return Once(tmp_path_factory)
 
 
 def check_resources(made: dict[str, dict[str, int]]) -> None:
@@ -71,14 +102,36 @@ def check_resources(made: dict[str, dict[str, int]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return compiled()
+def found(once: Once) -> dict[str, Any]:
+    return once("tests.kernels.compiled")
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-def test_kernels_compile_for_a_gpu(found: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def few(once: Once) -> dict[str, Any]:
+    return once("tests.kernels.compiled", "--few")
+
+
+@pytest.fixture
+def ptx(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Of a few launches; for a slow test of all."""
+    slow = request.node.get_closest_marker("slow") is not None
+    return request.getfixturevalue("found" if slow else "few")["ptx"]
+
+
+def cases(names: Iterable[str], kernel: str = "") -> list[Any]:
+    """As pytest's cases: slow, but for those of FEW."""
+    few = {name.removeprefix(f"{kernel}: ") for name in FEW}
+    return [pytest.param(n, marks=() if n in few else pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("which", ["few", pytest.param("found", marks=pytest.mark.slow)])
+def test_kernels_compile_for_a_gpu(which: str, request: pytest.FixtureRequest) -> None:
     """What only the interpreter takes, a wait without an end, a push in narrow stores: all fail."""
-    assert {launch.split(":")[0] for launch in found["ptx"]} == set(found["kinds"])
+    found = request.getfixturevalue(which)
+    if which == "few":
+        assert set(found["ptx"]) == set(FEW)
+    else:
+        assert {launch.split(":")[0] for launch in found["ptx"]} == set(found["kinds"])
     for launch, ptx in found["ptx"].items():
         waits = "ld.volatile" in ptx or re.search(ACQUIRE[0], ptx) is not None
         assert waits == ("trap;" in ptx), launch  # a dead peer ends it
@@ -92,7 +145,7 @@ def test_kernels_compile_for_a_gpu(found: dict[str, Any]) -> None:
             assert "ld.volatile.global.v4.b32" in ptx, launch
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.slow
 def test_every_statement_of_every_kernel_compiles(found: dict[str, Any]) -> None:
     """What only one side of an `if` calls, and calls wrongly, fails; so does a side without a case.
 
@@ -102,13 +155,13 @@ def test_every_statement_of_every_kernel_compiles(found: dict[str, Any]) -> None
     check_resources(found["made"])
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.slow
 def test_defaults_are_numbers(found: dict[str, Any]) -> None:
     """Triton 3.6, of torch 2.11, compiles no call that leaves out an argument with a text."""
     assert not found["defaults"], "\n".join(found["defaults"])
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.slow
 def test_attention_copies_keys_before_its_wait(found: dict[str, Any]) -> None:
     """And writes nothing before; of float32, nothing is copied."""
     early = [
@@ -128,10 +181,9 @@ def check_attention(launch: str, ptx: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_steps_of_all_sizes_compile_to_machine_code() -> None:
     """One, two, four and eight ranks; 1 to 64 rows; weights of every type."""
-    check_resources(compiled("--everything")["made"])
+    check_resources(printed("tests.kernels.compiled", "--everything")["made"])
 
 
 def follow(wanted: tuple[str, ...], ptx: str) -> bool:
@@ -162,20 +214,33 @@ def check_order(name: str, ptx: str) -> None:
         assert set(re.findall(STORES, ptx)) == {"v4.b32"}
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize("name", PRIMITIVES)
-def test_primitives_order_memory_as_they_say(name: str, found: dict[str, Any]) -> None:
+def test_primitives_order_memory_as_they_say(name: str, few: dict[str, Any]) -> None:
     """A release, an acquire, a barrier or a fence that is moved fails, too."""
-    check_order(name, found["primitives"][name])
+    check_order(name, few["primitives"][name])
 
 
 @pytest.fixture(scope="module")
-def weakened() -> dict[str, str]:
-    return printed("tests.kernels.weakened")
+def every_weakened(once: Once) -> dict[str, str]:
+    return once("tests.kernels.weakened")
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("what", WEAKENED)
+@pytest.fixture(scope="module")
+def few_weakened(once: Once) -> dict[str, str]:
+    return once("tests.kernels.weakened", "--few")
+
+
+@pytest.fixture
+def weakened(request: pytest.FixtureRequest) -> dict[str, str]:
+    slow = request.node.get_closest_marker("slow") is not None
+    return request.getfixturevalue("every_weakened" if slow else "few_weakened")
+
+
+def weakened_cases(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(n, marks=() if n in weak.FEW else pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("what", weakened_cases(WEAKENED))
 def test_a_weakened_primitive_is_seen(what: str, weakened: dict[str, str]) -> None:
     """Each wait, release, acquire, barrier and fence, as the test above reads them."""
     with pytest.raises(AssertionError):
@@ -213,16 +278,13 @@ def check_gemm(case: str, ptx: str) -> None:
             assert not reads or re.search(r"fence\.proxy\.async;", first)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize(
-    "case",
-    [
-        "plain", "plain, [K, N]", "plain, without TMA", "waiting", "tracking", "summing",
-        "averaging", "with an addend",
-    ],
-)  # fmt: skip
-def test_a_gemm_uses_the_tensor_cores(case: str, found: dict[str, Any]) -> None:
-    check_gemm(case, found["ptx"][f"_gemm_kernel: {case}"])
+GEMMS = ("plain", "plain, [K, N]", "plain, without TMA", "waiting", "tracking", "summing",
+         "averaging", "with an addend")  # fmt: skip
+
+
+@pytest.mark.parametrize("case", cases(GEMMS, "_gemm_kernel"))
+def test_a_gemm_uses_the_tensor_cores(case: str, ptx: dict[str, str]) -> None:
+    check_gemm(case, ptx[f"_gemm_kernel: {case}"])
 
 
 def check_landing(case: str, ptx: str) -> None:
@@ -238,10 +300,9 @@ def check_landing(case: str, ptx: str) -> None:
         assert follow((BARRIER, slots), last)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("case", ["there", "waiting"])
-def test_a_landing_of_slots_reads_them_after_their_flags(case: str, found: dict[str, Any]) -> None:
-    check_landing(case, found["ptx"][f"_land_slots_kernel: {case}"])
+@pytest.mark.parametrize("case", cases(["there", "waiting"], "_land_slots_kernel"))
+def test_a_landing_of_slots_reads_them_after_their_flags(case: str, ptx: dict[str, str]) -> None:
+    check_landing(case, ptx[f"_land_slots_kernel: {case}"])
 
 
 # What pushes rows: opens, waits, stores at the peers, hands over. A lent result is not copied.
@@ -279,10 +340,9 @@ def check_pushes(name: str, ptx: str) -> None:
         assert re.search(READ, ptx)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("name", PUSHES)
-def test_rows_are_pushed_in_order_and_by_16_bytes(name: str, found: dict[str, Any]) -> None:
-    check_pushes(name, found["ptx"][name])
+@pytest.mark.parametrize("name", cases(PUSHES))
+def test_rows_are_pushed_in_order_and_by_16_bytes(name: str, ptx: dict[str, str]) -> None:
+    check_pushes(name, ptx[name])
 
 
 def check_kernel(name: str, ptx: str) -> None:
@@ -295,15 +355,14 @@ def check_kernel(name: str, ptx: str) -> None:
         check_pushes(name, ptx)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("what", KERNELS)
+@pytest.mark.parametrize("what", weakened_cases(KERNELS))
 def test_a_weakened_kernel_is_seen(what: str, weakened: dict[str, str]) -> None:
     """Each wait, release and read past L1 of bags, rows, experts, landings and products."""
     with pytest.raises(AssertionError):
         check_kernel(KERNELS[what][1], weakened[what])
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.slow
 def test_first_weights_are_brought_before_the_wait(found: dict[str, Any]) -> None:
     """On tensor cores; and nothing after it, where they are read at once."""
     for case in ("8 rows", "8 rows, fp8"):
@@ -312,7 +371,7 @@ def test_first_weights_are_brought_before_the_wait(found: dict[str, Any]) -> Non
         assert "prefetch.global.L2" not in last
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.slow
 def test_copies_of_weights_wait_for_no_sum(found: dict[str, Any]) -> None:
     """The norm's squares are summed at the end: before the copies, they would wait for the load."""
     last = found["ptx"]["_project_kernel: 8 rows, of a norm"].split(WAIT)[-1]
@@ -322,20 +381,21 @@ def test_copies_of_weights_wait_for_no_sum(found: dict[str, Any]) -> None:
     assert "shfl" in after
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    "case", cases(["1 rows, any weight", "8 rows, any weight"], "_project_kernel")
+)
 def test_weights_that_may_just_have_been_written_are_read_after_the_wait(
-    rows: int, found: dict[str, Any]
+    case: str, ptx: dict[str, str]
 ) -> None:
     """A kernel that starts before the previous one has ended would read what was there before."""
-    *before, last = found["ptx"][f"_project_kernel: {rows} rows, any weight"].split(WAIT)
+    *before, last = ptx[f"_project_kernel: {case}"].split(WAIT)
     reads = r"ld\.global|cp\.async\.c"
     assert before
     assert not any(re.search(reads, each) for each in before)
     assert re.search(reads, last)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.slow
 def test_weights_in_8_bits_are_read_as_they_are_stored(found: dict[str, Any]) -> None:
     """Half the copies of 16 bytes of bfloat16's product, cut alike; converted in registers, no
     spills.

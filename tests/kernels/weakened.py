@@ -1,8 +1,8 @@
 """Primitives and kernels with one line weakened, compiled for a GPU on any machine.
 
 `python -m tests.kernels.weakened` prints a JSON object: of each entry of WEAKENED, the PTX of the
-kernel of tests.primitives that calls it; of each of KERNELS, that of its launch. A process of its
-own, as tests.kernels.compiled is.
+kernel of tests.primitives that calls it; of each of KERNELS, that of its launch. --few: of FEW
+alone. A process of its own, as tests.kernels.compiled is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.util
 import json
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -123,14 +124,17 @@ KERNELS: dict[str, tuple[str, str, str, str]] = {
     "a product: counted on this GPU alone": (GEMM, "_gemm_kernel: tracking", '"sys"', '"gpu"'),
 }  # fmt: skip
 
+# What `make test` compiles.
+FEW = ("signal: no release", "wait: no acquire", "rows: from L1", "a landing: read without a wait")
+
 
 def weaken(source: str, old: str, new: str) -> str:
     assert source.count(old) == 1, f"{source.count(old)} times: {old}"
     return source.replace(old, new)
 
 
-def kernels(gpu: Gpu) -> dict[str, str]:
-    """The PTX of each of KERNELS."""
+def kernels(gpu: Gpu, wanted: Collection[str]) -> dict[str, str]:
+    """The PTX of each of KERNELS that is wanted."""
     from tests.kernels.compiled import launches
     from tests.kernels.standin import functions
 
@@ -145,6 +149,8 @@ def kernels(gpu: Gpu) -> dict[str, str]:
             each.hash = None  # it covers the functions that are called, too
 
     for label, (name, launch, old, new) in KERNELS.items():
+        if label not in wanted:
+            continue
         module, _, attribute = name.partition(".")
         function = getattr(sys.modules[f"ladder.kernels.{module}"], attribute)
         kernel, args, meta = calls[launch]
@@ -156,14 +162,16 @@ def kernels(gpu: Gpu) -> dict[str, str]:
     return found
 
 
-def main() -> None:
+def main(wanted: Collection[str]) -> None:
     from tests.kernels.standin import Gpu
 
     source, name = (ROOT / "ladder/comm/primitives.py").read_text(), "ladder.comm.primitives"
     gpu = Gpu()
     with gpu.present(), tempfile.TemporaryDirectory() as folder:
-        found = kernels(gpu)  # before the primitives that they call are replaced
+        found = kernels(gpu, wanted)  # before the primitives that they call are replaced
         for number, (label, (case, old, new)) in enumerate(WEAKENED.items()):
+            if label not in wanted:
+                continue
             file = Path(folder, f"primitives{number}.py")  # Triton reads a function's text
             file.write_text(weaken(source, old, new))
             spec = importlib.util.spec_from_file_location(name, file)
@@ -183,4 +191,4 @@ if __name__ == "__main__":
     # Without CUDA `ladder.jit` would leave Triton alone.
     with mock.patch.object(torch.backends.cuda, "is_built", return_value=True):
         from ladder import jit  # noqa: F401
-    main()
+    main(FEW if "--few" in sys.argv else [*WEAKENED, *KERNELS])

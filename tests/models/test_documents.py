@@ -307,7 +307,7 @@ def test_a_run_from_before_the_option_goes_on(corpus: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("plan", "degree", "layouts"),
     [
-        ("ladder", None, LAYOUTS[4][:5:2]),
+        pytest.param("ladder", None, LAYOUTS[4][:5:2], marks=pytest.mark.slow),
         ("desync-2x", 4, LAYOUTS[4][1:5:3]),
         pytest.param("ladder", None, LAYOUTS[4][1:5:2], marks=pytest.mark.slow),
         pytest.param("desync-2x", 4, [*LAYOUTS[4][:4:2], LAYOUTS[4][3]], marks=pytest.mark.slow),

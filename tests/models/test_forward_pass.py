@@ -127,7 +127,11 @@ def test_a_pass_of_each_reducer_leaves_nothing_behind(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["a mix of everything", "groups in flight under own parts of others"]
+    "name",
+    [
+        pytest.param("a mix of everything", marks=pytest.mark.slow),
+        "groups in flight under own parts of others",
+    ],
 )
 def test_the_whole_model_compiles_into_one_graph(name: str) -> None:
     """Catches what a compiler cannot trace, which would cut the graph at every sublayer, and what

@@ -226,7 +226,9 @@ def gradients_in_turn(group: Any, name: str) -> None:
                     torch.testing.assert_close(one, exact, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize(("device", "world"), [on("interpreter", world) for world in (2, 4)])
+@pytest.mark.parametrize(
+    ("device", "world"), [on("interpreter", 2), on("interpreter", 4, slow=True)]
+)
 def test_ranks_that_share_memory_agree_with_staged(
     pools: Pools, tmp_path: Path, interpreted: list[str], device: str, world: int
 ) -> None:

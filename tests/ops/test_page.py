@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import ladder.ops  # noqa: F401  (defines the operators)
@@ -19,6 +20,7 @@ PAGE = (ROOT / "docs" / "operators.md").read_text(encoding="utf-8")
 BLOCKS = pages.parse(PAGE)
 
 
+@pytest.mark.slow  # torchrun and its ranks import torch; so do the commands of other pages
 def test_the_example_runs_and_prints_what_the_page_says(tmp_path: Path) -> None:
     (at,) = [n for n, block in enumerate(BLOCKS) if block.file == "mlp.py"]
     (tmp_path / "mlp.py").write_text(BLOCKS[at].text, encoding="utf-8")

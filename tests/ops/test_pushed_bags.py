@@ -72,7 +72,7 @@ def on_ranks(rank: int, ranks: int, folder: str, dtype: torch.dtype) -> list[str
 
 @pytest.mark.parametrize(
     ("device", "ranks", "dtype"),
-    [on("interpreter", 2, torch.float32), on("interpreter", 4, torch.bfloat16)],
+    [on("interpreter", 2, torch.float32), on("interpreter", 4, torch.bfloat16, slow=True)],
 )
 def test_bags_are_pooled_in_order_and_reach_their_ranks(
     pools: Pools, tmp_path: Path, interpreted: list[str], device: str, ranks: int,

@@ -68,7 +68,9 @@ def on_ranks(rank: int, ranks: int, folder: str) -> list[str]:
     return ran
 
 
-@pytest.mark.parametrize(("device", "ranks"), [on("interpreter", 2), on("interpreter", 4)])
+@pytest.mark.parametrize(
+    ("device", "ranks"), [on("interpreter", 2), on("interpreter", 4, slow=True)]
+)
 def test_rows_reach_their_owners_and_come_back(
     pools: Pools, tmp_path: Path, interpreted: list[str], device: str, ranks: int
 ) -> None:
@@ -105,7 +107,7 @@ def products(rank: int, ranks: int, folder: str, dtype: torch.dtype) -> list[str
 
 @pytest.mark.parametrize(
     ("device", "ranks", "dtype"),
-    [on("interpreter", 2, torch.bfloat16), on("interpreter", 4, torch.float16)],
+    [on("interpreter", 2, torch.bfloat16), on("interpreter", 4, torch.float16, slow=True)],
 )
 def test_products_of_experts_reach_the_owners_of_their_rows(
     pools: Pools, tmp_path: Path, interpreted: list[str], device: str, ranks: int,

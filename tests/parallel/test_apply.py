@@ -169,6 +169,7 @@ def train_compiled(rank: int, world: int, settings: dict[str, Any], backend: str
             Path(out, f"{name}-reduced").write_text(str(reduced.call_count))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_under_fsdp(corpus: Path, tmp_path: Path, pools: Pools, backend: str) -> None:
     """Two micro-batches a step, evaluated and saved. FSDP's hooks stay outside of what is compiled:
@@ -257,7 +258,10 @@ def test_a_plan_of_many_scales_compiles_no_landing_for_each() -> None:
     assert graphs == 3  # attention, the MLP, and a function of the loss
 
 
-@pytest.mark.parametrize("mode", CHECKPOINTING)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(m, marks=() if m == "selective" else pytest.mark.slow) for m in CHECKPOINTING],
+)
 def test_a_sublayer_is_compiled_whole_and_once(mode: str) -> None:
     """Catches a graph break, after which torch runs the sublayer uncompiled, and compilation again
     in every pass, each of which has objects of its own."""

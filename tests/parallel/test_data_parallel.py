@@ -38,6 +38,7 @@ def resume_all(rank: int, world: int, settings: dict[str, Any]) -> None:
         train(config, device="cpu", resume=n > 0, stop_after=4 * (n + 1))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_other_layouts(corpus: Path, tmp_path: Path, pools: Pools) -> None:
     """Catches shards that are saved in part, or moments read into the wrong rows."""
     alone = recipe(corpus, tmp_path / "alone", plan="ladder", steps=20, batch_size=8, lr=3e-3)

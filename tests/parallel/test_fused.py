@@ -159,7 +159,7 @@ def wrapped(rank: int, world: int, plan: str) -> dict[str, tuple[float, Counter[
     }
 
 
-@pytest.mark.parametrize("plan", ["hybrid", "parallel"])
+@pytest.mark.parametrize("plan", [pytest.param("hybrid", marks=pytest.mark.slow), "parallel"])
 def test_checkpointing_and_compilation(pools: Pools, plan: str) -> None:
     """Within documents. `full` does a sublayer's exchanges again, `selective` none; neither changes
     a bit. Catches compiled sublayers with products of their own, and graphs that break."""

@@ -23,9 +23,9 @@ DEPEND_ON_T = ("desync-2x", "desync-3x", "desync-4x", "accumulate-4x", "accumula
 @pytest.mark.parametrize(
     ("plan", "degree", "layouts"),
     [
-        ("standard", None, MOST_OF_2),
+        pytest.param("standard", None, MOST_OF_2, marks=pytest.mark.slow),
         ("ladder", None, MOST_OF_4),
-        ("desync-2x", 4, MOST_OF_4),
+        pytest.param("desync-2x", 4, MOST_OF_4, marks=pytest.mark.slow),
         ("dtp-1", 4, MOST_OF_2),
         *(
             pytest.param(plan, degree, LAYOUTS, marks=pytest.mark.parity)

@@ -263,6 +263,7 @@ def test_recorded_operators_are_predicted_as_well_as_they_were() -> None:
     assert sum(map(abs, off)) < 0.27 * len(off)
 
 
+@pytest.mark.slow
 def test_a_second_record_is_predicted_in_both_modes() -> None:
     """Of it, only the host's time was taken, from one product, and how graphs run two streams."""
     found = scores([SECOND], load("h200x2"))
@@ -291,6 +292,7 @@ def test_recorded_gradients() -> None:
             assert sum(map(abs, off)) < 0.18 * len(off)
 
 
+@pytest.mark.slow
 def test_recorded_products_of_two_gpus() -> None:
     """Of half-8b and an 8B, forward and backward, of which nothing was fitted; in blocks, too."""
     for name, calls, limits in (

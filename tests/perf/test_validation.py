@@ -237,6 +237,7 @@ def test_prompts_by_fused_operators_are_held_out(capsys: pytest.CaptureFixture[s
     assert "decode: not scored: 4 with reducer=fused, which decodes as push does" in said
 
 
+@pytest.mark.slow
 def test_two_h100s() -> None:
     """Calibrated by the 8B without communication, of the first record."""
     files = [RESULTS / f"2026-11-26-inference{kind}-h100x2.jsonl" for kind in ("", "-fused", "-64")]
@@ -261,6 +262,7 @@ def test_prompts_are_predicted_as_they_ran() -> None:
     assert by_operators < 0.95 * by_copies
 
 
+@pytest.mark.slow
 def test_training_on_two_h100s() -> None:
     """Calibrated by an 8B's steps without communication, in the record of 30 held-out ones; the
     others, of half-8b, are held out as a whole."""
@@ -273,6 +275,7 @@ def test_training_on_two_h100s() -> None:
         check_held_out(scores(files, machine, "train"), points, limits)
 
 
+@pytest.mark.slow
 def test_what_fused_operators_leave_exposed_on_two_h100s() -> None:
     """`standard` by operators over `none`, both predicted and both measured, of 16 layers."""
     machine = load("h100x2")

@@ -74,6 +74,7 @@ def start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen
     )
 
 
+@pytest.mark.slow  # four processes that import torch; tests/train/test_faults.py sends SIGTERM, too
 def test_a_job_that_is_preempted_goes_on(
     corpus: Path, tmp_path: Path, slurm: dict[str, str]
 ) -> None:

@@ -54,7 +54,12 @@ def test_which_plan_is_in_force(order: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "plan"), [(LAYERWISE, "ladder"), (LISTED, "ladder"), (LISTED, None)]
+    ("spec", "plan"),
+    [
+        (LAYERWISE, "ladder"),
+        pytest.param(LISTED, "ladder", marks=pytest.mark.slow),
+        pytest.param(LISTED, None, marks=pytest.mark.slow),
+    ],
 )
 def test_it_goes_on_to_the_bit_from_any_step(
     corpus: Path, base: Path, tmp_path: Path, spec: Any, plan: Any

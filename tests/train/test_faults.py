@@ -23,6 +23,7 @@ STEPS = 30
 SAVING = {"steps": STEPS, "checkpoint_interval": 1, "keep_checkpoints": 3}
 
 
+@pytest.mark.slow  # test_async_checkpoint.py has one that is killed once, while it writes
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_killed_at_random_moments_a_run_ends_as_if_it_never_was(
     corpus: Path, tmp_path: Path, start: Start, nproc: int

@@ -50,8 +50,9 @@ def test_a_loss_that_is_not_finite_names_its_rank_and_windows(
     assert steps_of(tmp_path / "run") == [1, 2]
 
 
-@pytest.mark.parametrize("behind", [0, 1])
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize(
+    ("nproc", "behind"), [(1, 0), (1, 1), (2, 0), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
 def test_a_loss_that_is_not_finite_costs_no_step(
     corpus: Path, tmp_path: Path, pools: Pools, nproc: int, behind: int
 ) -> None:

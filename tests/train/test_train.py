@@ -39,7 +39,7 @@ def test_training_learns(corpus: Path, tmp_path: Path) -> None:
     [
         ("ladder", None, 2, 2, 0),
         ("ladder", None, 2, 1, 1),
-        ("standard", None, 4, 2, 1),
+        pytest.param("standard", None, 4, 2, 1, marks=pytest.mark.slow),
         ("desync-2x", 4, 4, 2, 0),
         ("dtp-1", 2, 2, 2, 2),
         (LAG_2, None, 2, 2, 0),
