@@ -46,7 +46,10 @@ def test_decode_attention(
 
 @pytest.mark.parametrize(
     ("device", "heads", "used"),
-    [on("interpreter", *s) for s in ((8, 1), (5, 2), (8, 31), (5, 32), (5, 33), (8, 128))],
+    [
+        on("interpreter", *s, slow=s == (8, 128))
+        for s in ((8, 1), (5, 2), (8, 31), (5, 32), (5, 33), (8, 128))
+    ],
 )
 def test_splits_are_combined_some_heads_at_a_time(device: str, heads: int, used: int) -> None:
     """128 splits of 16 keys, of which the position uses some; the last piece has heads to spare."""

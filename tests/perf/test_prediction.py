@@ -236,12 +236,12 @@ def test_the_fullest_multiprocessor_takes_longest(
     product = next(o for o in cost.lowered(config.plan).operations if o.part == part)
     most = -(-blocks // 132) * 132 / blocks if blocks else 1.0
     times = max(1.0, most / MOST_OF_SHARE)
-    us = cost._product(cost.weights[part] * times).us
+    us = cost._product(cost.weights[part] * times, cost.batch).us
     assert cost.alone(product).us == pytest.approx(cost.stretch * us)
     assert (times > 1) == (blocks in (64, 160))
     former = replace(machine, curves=of_one_size().curves)
     cost = DecodeCost(config, former, 1, "async", batch, 1024)
-    us = cost._product(cost.weights[part]).us
+    us = cost._product(cost.weights[part], cost.batch).us
     assert cost.alone(product).us == pytest.approx(cost.stretch * us), "curves of one size"
 
 
@@ -278,7 +278,8 @@ def test_two_sequences_take_a_third_of_what_four_take_more() -> None:
     machine = of_one_size()
     config = replace(model_config("llama-3-8b"), plan=resolve_plan("none", 32, 4), tp_degree=4)
     one, two, four = (
-        DecodeCost(config, machine, 4, "push", batch, 1024)._product(2e7).us for batch in (1, 2, 4)
+        DecodeCost(config, machine, 4, "push", batch, 1024)._product(2e7, batch).us
+        for batch in (1, 2, 4)
     )
     assert two - one == pytest.approx((four - one) / 3)
     assert four > one
@@ -294,7 +295,7 @@ def test_rows_between_those_that_were_fitted_follow_what_was_measured() -> None:
 
     def more(batch: int) -> float:
         one, found = (
-            DecodeCost(config, machine, 4, "push", rows, 1024)._product(2e7).us
+            DecodeCost(config, machine, 4, "push", rows, 1024)._product(2e7, rows).us
             for rows in (1, batch)
         )
         return found - one
