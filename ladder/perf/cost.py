@@ -97,8 +97,7 @@ class DecodeCost:
         }
         self.stored = weights
         self.kernels = kernels
-        self.rows = batch  # whose curve prices products;
-        self.between = False  # or what is between that and the one of 64 rows
+        self.rows = batch  # whose curve prices products; if fewer, what is between it and 64 rows'
         self.heads = batch * max(1, config.num_kv_heads // tp)
         self.message = BF16 * batch * config.hidden_size
         self.slowdowns = Slowdowns(machine)
@@ -124,8 +123,8 @@ class DecodeCost:
         # Curves are of products alone. Where most sublayers run beside another one, those of 17 to
         # 32 rows have the tiles that 16 and 64 rows have, and not their own (`decode_shapes`).
         beside = two_streams and sum(plan.beside) > len(plan.beside) / 2
-        self.between = beside and self.stored == "bf16" and 16 < self.batch <= 32
-        self.rows = 16 if self.between else self.batch
+        alike = beside and self.stored == "bf16" and 16 < self.batch <= 32
+        self.rows = 16 if alike else self.batch
         self._alone, self._known, self.crossing = {}, {}, {}
         for each in graph.operations:
             others = [graph.operations[need] for need in each.needs]
@@ -298,7 +297,7 @@ class DecodeCost:
             if product:
                 nbytes = self.weights[part] * self._unevenness(part)
                 found = self._product(nbytes, self.rows)
-                if self.between:
+                if self.rows < self.batch:
                     points = [(self.rows, found.us), (64, self._product(nbytes, 64).us)]
                     found = Estimate(_between(points, self.batch), "interpolated")
             else:
@@ -335,7 +334,7 @@ class DecodeCost:
             return found
         off = 0.0
         for fitted in self.machine.family("more rows"):
-            points = [(rows, us - more_rows(self.machine, rows)) for rows, us in fitted.points]
+            points = [(at, us - more_rows(self.machine, at)) for at, us in fitted.points]
             off = _between([(1.0, 0.0), *points], rows)
         if rows_measured(self.machine):
             more = self.machine.between("product", "rows", rows, nbytes)

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,8 +20,8 @@ import pytest
 
 from tests import ROOT
 from tests.commands import PATIENCE
-from tests.kernels import weakened as weak
 from tests.kernels.compiled import FEW
+from tests.kernels.weakened import FEW as FEW_WEAKENED
 from tests.kernels.weakened import KERNELS, WEAKENED
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -68,18 +69,18 @@ def printed(module: str, *options: str) -> dict[str, Any]:
     return json.loads(run.stdout)
 
 
-class Once:
-    """`once(module, *options)`: `printed`, of which one worker of pytest-xdist makes the object for
-    all; the others wait for it. Tests of this file are divided between workers."""
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """`printed`, once for all: of workers of pytest-xdist, between which the tests of this file are
+    divided, one makes the object and the others wait for it."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    folder = tmp_path_factory.getbasetemp().parent  # of all workers
 
-    def __init__(self, factory: pytest.TempPathFactory) -> None:
-        self.run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-        self.folder = factory.getbasetemp().parent  # of all workers
-
-    def __call__(self, module: str, *options: str) -> dict[str, Any]:
-        if self.run is None:
+    @functools.cache
+    def made(module: str, *options: str) -> dict[str, Any]:
+        if run is None:
             return printed(module, *options)
-        file = self.folder / "-".join((self.run, module, *options))
+        file = folder / "-".join((run, module, *options))
         with file.open("a+", encoding="utf-8") as shared:
             fcntl.flock(shared, fcntl.LOCK_EX)
             if file.stat().st_size == 0:
@@ -87,10 +88,29 @@ class Once:
                 shared.flush()
             return json.loads(file.read_text(encoding="utf-8"))
 
+    return made
 
-@pytest.fixture(scope="module")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    return Once(tmp_path_factory)
+
+@pytest.fixture
+def options(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """What a test asks for: all if it is slow, else few."""
+    return () if request.node.get_closest_marker("slow") else ("--few",)
+
+
+@pytest.fixture
+def found(once: Callable[..., dict[str, Any]], options: tuple[str, ...]) -> dict[str, Any]:
+    return once("tests.kernels.compiled", *options)
+
+
+@pytest.fixture
+def weakened(once: Callable[..., dict[str, Any]], options: tuple[str, ...]) -> dict[str, str]:
+    return once("tests.kernels.weakened", *options)
+
+
+def cases(names: Iterable[str], kernel: str = "", few: Iterable[str] = FEW) -> list[Any]:
+    """As pytest's cases: slow, but for those of `few`."""
+    quick = {name.removeprefix(f"{kernel}: ") for name in few}
+    return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in names]
 
 
 def check_resources(made: dict[str, dict[str, int]]) -> None:
@@ -101,37 +121,13 @@ def check_resources(made: dict[str, dict[str, int]]) -> None:
     assert any(": hot " in launch for launch in made)
 
 
-@pytest.fixture(scope="module")
-def found(once: Once) -> dict[str, Any]:
-    return once("tests.kernels.compiled")
-
-
-@pytest.fixture(scope="module")
-def few(once: Once) -> dict[str, Any]:
-    return once("tests.kernels.compiled", "--few")
-
-
-@pytest.fixture
-def ptx(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Of a few launches; for a slow test of all."""
-    slow = request.node.get_closest_marker("slow") is not None
-    return request.getfixturevalue("found" if slow else "few")["ptx"]
-
-
-def cases(names: Iterable[str], kernel: str = "") -> list[Any]:
-    """As pytest's cases: slow, but for those of FEW."""
-    few = {name.removeprefix(f"{kernel}: ") for name in FEW}
-    return [pytest.param(n, marks=() if n in few else pytest.mark.slow) for n in names]
-
-
-@pytest.mark.parametrize("which", ["few", pytest.param("found", marks=pytest.mark.slow)])
-def test_kernels_compile_for_a_gpu(which: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_kernels_compile_for_a_gpu(every: bool, found: dict[str, Any]) -> None:
     """What only the interpreter takes, a wait without an end, a push in narrow stores: all fail."""
-    found = request.getfixturevalue(which)
-    if which == "few":
-        assert set(found["ptx"]) == set(FEW)
-    else:
+    if every:
         assert {launch.split(":")[0] for launch in found["ptx"]} == set(found["kinds"])
+    else:
+        assert set(found["ptx"]) == set(FEW)
     for launch, ptx in found["ptx"].items():
         waits = "ld.volatile" in ptx or re.search(ACQUIRE[0], ptx) is not None
         assert waits == ("trap;" in ptx), launch  # a dead peer ends it
@@ -215,32 +211,12 @@ def check_order(name: str, ptx: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRIMITIVES)
-def test_primitives_order_memory_as_they_say(name: str, few: dict[str, Any]) -> None:
+def test_primitives_order_memory_as_they_say(name: str, found: dict[str, Any]) -> None:
     """A release, an acquire, a barrier or a fence that is moved fails, too."""
-    check_order(name, few["primitives"][name])
+    check_order(name, found["primitives"][name])
 
 
-@pytest.fixture(scope="module")
-def every_weakened(once: Once) -> dict[str, str]:
-    return once("tests.kernels.weakened")
-
-
-@pytest.fixture(scope="module")
-def few_weakened(once: Once) -> dict[str, str]:
-    return once("tests.kernels.weakened", "--few")
-
-
-@pytest.fixture
-def weakened(request: pytest.FixtureRequest) -> dict[str, str]:
-    slow = request.node.get_closest_marker("slow") is not None
-    return request.getfixturevalue("every_weakened" if slow else "few_weakened")
-
-
-def weakened_cases(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(n, marks=() if n in weak.FEW else pytest.mark.slow) for n in names]
-
-
-@pytest.mark.parametrize("what", weakened_cases(WEAKENED))
+@pytest.mark.parametrize("what", cases(WEAKENED, few=FEW_WEAKENED))
 def test_a_weakened_primitive_is_seen(what: str, weakened: dict[str, str]) -> None:
     """Each wait, release, acquire, barrier and fence, as the test above reads them."""
     with pytest.raises(AssertionError):
@@ -283,8 +259,8 @@ GEMMS = ("plain", "plain, [K, N]", "plain, without TMA", "waiting", "tracking", 
 
 
 @pytest.mark.parametrize("case", cases(GEMMS, "_gemm_kernel"))
-def test_a_gemm_uses_the_tensor_cores(case: str, ptx: dict[str, str]) -> None:
-    check_gemm(case, ptx[f"_gemm_kernel: {case}"])
+def test_a_gemm_uses_the_tensor_cores(case: str, found: dict[str, Any]) -> None:
+    check_gemm(case, found["ptx"][f"_gemm_kernel: {case}"])
 
 
 def check_landing(case: str, ptx: str) -> None:
@@ -301,8 +277,8 @@ def check_landing(case: str, ptx: str) -> None:
 
 
 @pytest.mark.parametrize("case", cases(["there", "waiting"], "_land_slots_kernel"))
-def test_a_landing_of_slots_reads_them_after_their_flags(case: str, ptx: dict[str, str]) -> None:
-    check_landing(case, ptx[f"_land_slots_kernel: {case}"])
+def test_a_landing_of_slots_reads_them_after_their_flags(case: str, found: dict[str, Any]) -> None:
+    check_landing(case, found["ptx"][f"_land_slots_kernel: {case}"])
 
 
 # What pushes rows: opens, waits, stores at the peers, hands over. A lent result is not copied.
@@ -341,8 +317,8 @@ def check_pushes(name: str, ptx: str) -> None:
 
 
 @pytest.mark.parametrize("name", cases(PUSHES))
-def test_rows_are_pushed_in_order_and_by_16_bytes(name: str, ptx: dict[str, str]) -> None:
-    check_pushes(name, ptx[name])
+def test_rows_are_pushed_in_order_and_by_16_bytes(name: str, found: dict[str, Any]) -> None:
+    check_pushes(name, found["ptx"][name])
 
 
 def check_kernel(name: str, ptx: str) -> None:
@@ -355,7 +331,7 @@ def check_kernel(name: str, ptx: str) -> None:
         check_pushes(name, ptx)
 
 
-@pytest.mark.parametrize("what", weakened_cases(KERNELS))
+@pytest.mark.parametrize("what", cases(KERNELS, few=FEW_WEAKENED))
 def test_a_weakened_kernel_is_seen(what: str, weakened: dict[str, str]) -> None:
     """Each wait, release and read past L1 of bags, rows, experts, landings and products."""
     with pytest.raises(AssertionError):
@@ -385,10 +361,10 @@ def test_copies_of_weights_wait_for_no_sum(found: dict[str, Any]) -> None:
     "case", cases(["1 rows, any weight", "8 rows, any weight"], "_project_kernel")
 )
 def test_weights_that_may_just_have_been_written_are_read_after_the_wait(
-    case: str, ptx: dict[str, str]
+    case: str, found: dict[str, Any]
 ) -> None:
     """A kernel that starts before the previous one has ended would read what was there before."""
-    *before, last = ptx[f"_project_kernel: {case}"].split(WAIT)
+    *before, last = found["ptx"][f"_project_kernel: {case}"].split(WAIT)
     reads = r"ld\.global|cp\.async\.c"
     assert before
     assert not any(re.search(reads, each) for each in before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 from unittest import mock
 
@@ -39,9 +39,13 @@ from tests.ops.streams import Everyone, Group, Machine, Queued, WrongOrderError
 # `chunked` and `ring` have torch's products and, on a CPU, a sum by torch; the others need their
 # kernel.
 KERNELS = ("waiting", "tracked", "summing")
-CASES = [
-    on("interpreter" if name in KERNELS else "cpu", op, name) for op, name in EVERY + IN_BLOCKS
-]
+
+
+def cases(slow: Collection[tuple[str, str]] = ()) -> list[Any]:
+    return [
+        on("interpreter" if name in KERNELS else "cpu", op, name, slow=(op, name) in slow)
+        for op, name in EVERY + IN_BLOCKS
+    ]
 
 
 @functools.cache
@@ -106,7 +110,7 @@ def provoke(
         check_same(op, f"{op} {way} {rank, call}", found, wanted[rank, call], averaged)
 
 
-@pytest.mark.parametrize(("device", "op", "name"), CASES)
+@pytest.mark.parametrize(("device", "op", "name"), cases())
 def test_any_order_of_events_gives_the_sums_in_rank_order(device: str, op: str, name: str) -> None:
     """Bit for bit. A piece read early is NaN or another call's; a wait too much never ends.
 
@@ -323,13 +327,7 @@ COSTLY = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("device", "op", "name"),
-    [
-        on("interpreter" if name in KERNELS else "cpu", op, name, slow=(op, name) in COSTLY)
-        for op, name in EVERY + IN_BLOCKS
-    ],
-)
+@pytest.mark.parametrize(("device", "op", "name"), cases(COSTLY))
 def test_a_schedule_without_a_step_fails(device: str, op: str, name: str) -> None:
     """Each wait, each word and each event is needed: in some order of events, all else is wrong."""
     for options in options_of(op, name):
