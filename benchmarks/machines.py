@@ -23,6 +23,7 @@ from machines_by_hand import (
     FOUR_BY_HAND,
     PEERS,
     PUSHES,
+    STREAMS_TOGETHER,
     TOGETHER,
     TURNS,
     kernels,
@@ -269,8 +270,7 @@ def one() -> Machine:
 
 def machine(gpus: int) -> Machine:
     """One GPU or two. Prompts are as they were recorded there, decode steps as on four."""
-    found = with_steps_of(one() if gpus == 1 else fitted(gpus), four_today())
-    return replace(found, values={**found.values, **FITTED_BY_HAND})
+    return with_fitted_by_hand(with_steps_of(one() if gpus == 1 else fitted(gpus), four_today()))
 
 
 def four_before() -> Machine:
@@ -294,7 +294,16 @@ def four_today() -> Machine:
     found = with_measured(four_then(), [taken(STEPS_MEASURED, STEPS_PARTS)])
     files = [RESULTS / file for file in STEPS_CALIBRATION]
     found = with_halves(with_missing(fit_steps(with_attention_in_steps(found, files), files)))
-    return replace(found, values={**found.values, **FITTED_BY_HAND})
+    return with_fitted_by_hand(found)
+
+
+def with_fitted_by_hand(machine: Machine) -> Machine:
+    curves = [each for each in machine.curves if each.name != STREAMS_TOGETHER.name]
+    return replace(
+        machine,
+        values={**machine.values, **FITTED_BY_HAND},
+        curves=(*curves, STREAMS_TOGETHER),
+    )
 
 
 def with_halves(machine: Machine) -> Machine:

@@ -64,6 +64,13 @@ FITTED_BY_HAND = {
         "least squares; 2026-11-27-fp8-again-h200x4.jsonl, 2026-11-28-fp8-halves-h200x4.jsonl",
     ),
 }
+STREAMS_TOGETHER = Curve(
+    "streams together",
+    {},
+    ((1.0, 1.14), (4.0, 1.22), (16.0, 1.19), (32.0, 1.15), (64.0, 1.06)),
+    "fitted: what a ladder's steps of quarter-8b (one H200) and half-8b (two) ask for, their mean; "
+    "2026-11-29-few-splits-h200.txt",
+)
 DECLARED = {
     "boost_ms": Value(
         DEFAULTS["boost_ms"],

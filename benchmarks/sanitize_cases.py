@@ -7,6 +7,7 @@ yields (found, wanted) pairs and decorate it with @case("name of the kernel's fu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from ladder.kernels.limits import CHUNK
 from ladder.kernels.slots import SlotArrivals, land_slots, sum_slots, sum_slots_reference
 from ladder.models import Reducer
 from ladder.models.quantised import quantise
+from ladder.models.storage import QUANTISED
 from ladder.ops.bags import pool
 from ladder.ops.track_maps import all_to_all, rotated
 
@@ -40,7 +42,8 @@ Pairs = Iterator[tuple[Tensor, Tensor]]
 CASES: dict[str, Callable[[torch.dtype], Pairs]] = {}
 DTYPES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # and allowed errors
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROWS = [1, 3, 8, 33, 64]
+ROWS = [1, 2, 3, 8, 24, 33, 64]
+MIDDLE = 4100, 1304  # outputs and inputs whose cuts beside other kernels are others
 
 
 def case(name: str) -> Callable[[Callable[[torch.dtype], Pairs]], Callable[[torch.dtype], Pairs]]:
@@ -84,9 +87,10 @@ def add_rms_norm(dtype: torch.dtype) -> Pairs:
         residual, weight = random(dtype, rows, size), random(dtype, size)
         addends = [(random(dtype, rows, size), factor / 2) for factor in range(1, count + 1)]
         addends += [(random(dtype, 1, size), 1.5)] * (count < 8)  # for all rows
-        found = kernels.add_rms_norm(residual, addends, weight, 1e-5)
-        wanted = kernels.add_rms_norm_reference(residual, addends, weight, 1e-5)
-        yield from zip(found, wanted, strict=True)
+        for gains in (weight, random(dtype, rows, size)):  # of all rows, of each
+            found = kernels.add_rms_norm(residual, addends, gains, 1e-5)
+            wanted = kernels.add_rms_norm_reference(residual, addends, gains, 1e-5)
+            yield from zip(found, wanted, strict=True)
 
 
 @case("decode_attention")
@@ -116,13 +120,14 @@ def project(dtype: torch.dtype) -> Pairs:
     """project alone, and with a push to three ranks' slots on this GPU, which land."""
     world, start = 3, 64
     for rows in ROWS:
-        for outputs, size in ((7, 200), (66, 1304), (130, 2100)):
+        for outputs, size in ((7, 200), (66, 1304), (130, 2100), MIDDLE):
             x, (gate, up) = random(dtype, rows, size), random(dtype, 2, outputs, size) / size**0.5
             normed = {"squares": squares_of(x), "eps": 1e-5}
             for options in ({}, normed):
                 for other in (None, up):
-                    found = kernels.project(x, gate, other, **options)
-                    yield found, kernels.project_reference(x, gate, other, **options)
+                    for beside in (False, True)[: 1 + ((outputs, size) == MIDDLE)]:
+                        found = kernels.project(x, gate, other, beside=beside, **options)
+                        yield found, kernels.project_reference(x, gate, other, **options)
             if not jit.on_triton(x):
                 continue  # the references share no slots
             sets = [torch.full((start + world * rows * outputs,), -0.0, dtype=dtype, device=DEVICE)
@@ -137,6 +142,22 @@ def project(dtype: torch.dtype) -> Pairs:
             wanted = kernels.project_reference(x, gate)
             yield job.out, residual.float() + world * wanted.to(dtype).float()
             yield sets[1], torch.full_like(sets[1], -0.0)
+
+
+@case("eight_bits")
+def eight_bits(dtype: torch.dtype) -> Pairs:
+    """project with weights in 8 bits, alone and beside other kernels; in float16 by halves."""
+    if dtype == torch.float32:
+        return
+    for kind in QUANTISED if dtype == torch.bfloat16 else ("fp8",):
+        for rows, (outputs, size) in product(ROWS, ((66, 1304), MIDDLE)):
+            weights = random(torch.float32, 2, outputs, size) / size**0.5
+            (gate, one), (up, other) = (quantise(each, kind, "w") for each in weights)
+            x = random(dtype, rows, size)
+            for matrix, beside in product((None, up), (False, True)):
+                options = {"scales": (one, None if matrix is None else other)}
+                found = kernels.project(x, gate, matrix, beside=beside, **options)
+                yield found, kernels.project_reference(x, gate, matrix, **options)
 
 
 @case("send")

@@ -73,7 +73,7 @@ class Placeholders:
 
     def attention(self, packed: Tensor, *others: Any) -> Tensor:
         heads, kept = others[4], others[2].shape[-1]
-        return self.like(packed, heads * kept, others[-1])
+        return self.like(packed, heads * kept, others[11])
 
 
 @contextlib.contextmanager

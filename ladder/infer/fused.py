@@ -48,7 +48,7 @@ from ladder.models.runtime import PassFactory
 from ladder.models.sublayers import MLP, Attention, Context, Sublayer
 from ladder.models.transformer import Parts, Transformer
 from ladder.parallel.choose import Choice, choose
-from ladder.parallel.decode import DecodeReducer
+from ladder.parallel.decode import DecodePass, DecodeReducer
 from ladder.parallel.dispatch import PREFILL_TRANSPORTS
 from ladder.parallel.overlap import Overlap
 from ladder.parallel.prefill import FusedPrefill, FusedPrompts, fused_passes
@@ -91,7 +91,7 @@ class FusedAttention(Sublayer):
             self.eps = attention.q_norm.eps
         self.output = pack([attention.o_proj])
         self.head_dim, self.table, self.arrived = head_dim, table, arrived
-        self.halves = halves
+        self.halves, self.eight_bits = halves, attention.q_proj.scales is not None
         if halves:
             own = [None] * self.held if self.bias is None else self.bias.view(self.held, -1)
             parts = matrices_of(self.qkv), own, matrices_of(self.output)
@@ -109,20 +109,21 @@ class FusedAttention(Sublayer):
                 packed, bias = packed.add_(bias[:, None, None]), None
             packed = packed.flatten(0, 1)
         if packed.shape[1] == 1:
-            out = self._decode(packed[:, 0], bias, cache).unsqueeze(1)
+            beside = isinstance(context.operators, DecodePass) and context.operators.beside
+            out = self._decode(packed[:, 0], bias, cache, beside).unsqueeze(1)
         else:
             out = self._prompt(packed, bias, cache)
         if self.held > 1:
             out = out.unflatten(0, (self.held, -1))
         return context.operators.row(self.wanted(out, context), self.output)
 
-    def _decode(self, packed: Tensor, bias: Tensor | None, cache: Cache) -> Tensor:
+    def _decode(self, packed: Tensor, bias: Tensor | None, cache: Cache, beside: bool) -> Tensor:
         half = self.halves and decode_shapes.by_halves(len(packed) // self.held)  # as products ask
         return decode_attention(
             packed, self.table, cache.positions[:, 0], cache.keys[self.layer],
             cache.values[self.layer], self.heads, self.head_dim**-0.5, self.arrived, bias,
             self.gains, self.eps, cache.layer_exponents(self.layer),
-            torch.float16 if half else None,
+            torch.float16 if half else None, beside, self.eight_bits,
         )  # fmt: skip
 
     def _prompt(self, packed: Tensor, bias: Tensor | None, cache: Cache) -> Tensor:
@@ -175,13 +176,13 @@ class FusedEmbedding(nn.Module):
 def fused_add_norm(
     residual: Tensor, addends: list[tuple[Tensor, float]], norm: Norm
 ) -> tuple[Tensor, Tensor]:
-    """`ladder.models.forward_pass.add_norm` as one kernel, for a norm with one weight."""
+    """`ladder.models.forward_pass.add_norm` as one kernel."""
     size = residual.shape[-1]
     if not isinstance(norm, RMSNorm) or len(addends) > MAX_ADDENDS:
         return add_norm(residual, addends, norm)
-    weight = local(norm.weight).to(residual.dtype).flatten()
-    if len(weight) != size:  # of several virtual ranks
-        return add_norm(residual, addends, norm)
+    weight = local(norm.weight).to(residual.dtype)
+    if weight.dim() == 2 and residual.dim() == 3:  # one rank's residual, as the head reads
+        weight = weight[0]
     # A sum has the rows of one rank, which are added to the residual of each virtual rank.
     pairs = [(value.reshape(-1, size).contiguous(), factor) for value, factor in addends]
     rows = residual.reshape(-1, size).contiguous()  # those of virtual ranks begin as one

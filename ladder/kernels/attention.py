@@ -201,6 +201,7 @@ def decode_attention(
     qkv: Tensor, table: Tensor, positions: Tensor, keys: Tensor, values: Tensor, num_heads: int,
     scale: float, arrived: Tensor, bias: Tensor | None = None, gains: Pair | None = None,
     eps: float = 0.0, exponents: Pair | None = None, gives: torch.dtype | None = None,
+    beside: bool = False, eight_bits: bool = False,
 ) -> Tensor:  # fmt: skip
     """Rotate one token per sequence, store its key and value, attend: [B, num_heads * head_dim].
 
@@ -220,6 +221,9 @@ def decode_attention(
     exponents: of keys and of values in e4m3 (see ladder.infer.cache), uint8
         [B, num_kv_heads, L] each, written in place at positions[b]. The new token attends to
         what is stored of itself.
+
+    beside: other kernels are meant to run at the same time. eight_bits: the model's weights are
+    stored in so many. Both are for speed alone.
 
     The launch depends only on shapes, so a captured graph serves every position. The rotation is in
     float32 and rounded once; scores, softmax and sums are in float32; softmax weights are rounded
@@ -257,8 +261,9 @@ def decode_attention(
     dims = max(16, triton.next_power_of_2(head_dim))
     group = num_heads // kv_heads
     block, splits, warps, stages = shape(
-        batch * kv_heads, length, dims, dims * qkv.element_size(), exponents is not None
-    )
+        batch * kv_heads, length, dims, dims * qkv.element_size(), exponents is not None, beside,
+        eight_bits,
+    )  # fmt: skip
     part = stat = out
     if splits > 1:
         scratch = {"dtype": torch.float32, "device": qkv.device}

@@ -92,6 +92,8 @@ def blocks(
             found = found._replace(step=256, stages=8 if few else 6)
     elif padded == 32:
         found = Cut(padded, 16, 512, 4, 4) if few else Cut(padded, 32, 256, 4, 5)
+        if few and not short and size % 512 == 0 and itemsize == 2:
+            found = found._replace(parts=4)
         if short and outputs >= 4096:
             found = Cut(padded, 64, 128, 4, 6, swapped=True)
     else:

@@ -25,7 +25,8 @@ def add_rms_norm_reference(
     for addend, factor in addends:
         turns = len(residual) // max(1, len(addend))
         total = total + addend.float().repeat(turns, 1) * factor
-    normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    gain = weight.float().view(-1, total.shape[1]).repeat_interleave(_each(total, weight), 0)
+    normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * gain
     if out is not None:
         return out[0].copy_(total), out[1].copy_(normed)
     return total.to(residual.dtype), normed.to(residual.dtype)
@@ -43,17 +44,18 @@ def _addend(addend, factor, row, rows, SHARED: tl.constexpr, i, inside, D: tl.co
 def _norm_kernel(
     residual, weight, landed, normed, eps,
     a0, a1, a2, a3, a4, a5, a6, a7, f0, f1, f2, f3, f4, f5, f6, f7,
-    rows, COUNT: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    rows, each, COUNT: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """SHARED: a bit for each addend of `rows` rows, which the residual's rows take in turns."""
+    """SHARED: a bit for each addend of `rows` rows, which the residual's rows take in turns. each:
+    how many rows one after the other have the same weight."""
     begin(PDL)
     # The whole row stays in registers: it is read once, so `landed` may be `residual` itself.
     i = tl.arange(0, BLOCK)
     inside = i < D
     program = tl.program_id(0)
     at = program.to(tl.int64) * D + i
-    gain = tl.load(weight + i, mask=inside, other=0).to(tl.float32)
+    gain = tl.load(weight + program // each * D + i, mask=inside, other=0).to(tl.float32)
     total = tl.load(residual + at, mask=inside, other=0).to(tl.float32)
     if COUNT > 0:
         total += _addend(a0, f0, program, rows, SHARED & 1, i, inside, D)
@@ -87,7 +89,13 @@ def _check(residual: Tensor, addends: Addends, weight: Tensor, out: Pair | None)
     shape = (residual.shape[0], residual.shape[1])
     check_dtype(residual=residual, weight=weight)
     check_tensor("residual", residual, shape, residual)
-    check_tensor("weight", weight, shape[1:], residual)
+    ranks = weight.shape[:1] if weight.dim() == 2 else ()
+    check_tensor("weight", weight, (*ranks, shape[1]), residual)
+    if any(not each or shape[0] % each for each in ranks):
+        raise UserError(
+            f"weight has shape {tuple(weight.shape)}: its {len(weight)} ranks must divide the "
+            f"residual's {shape[0]} rows"
+        )
     few = _fewer(residual, addends)
     for n, (addend, _) in enumerate(addends):
         check_dtype(addend=addend)
@@ -97,6 +105,11 @@ def _check(residual: Tensor, addends: Addends, weight: Tensor, out: Pair | None)
         check_dtype(residual=residual, out=tensor)
         check_tensor(name, tensor, shape, residual)
     return few
+
+
+def _each(residual: Tensor, weight: Tensor) -> int:
+    """How many rows have the same weight."""
+    return len(residual) // (len(weight) if weight.dim() == 2 else 1)
 
 
 def _fewer(residual: Tensor, addends: Addends) -> int:
@@ -119,7 +132,8 @@ def add_rms_norm(
     addends: (tensor [M, D], factor) pairs, added in this order; their dtype may differ from the
         residual's (for example, partials in float32). Some may be [R, D], where R divides M: row
         m % R of these is added to row m (a sum of all ranks, to the residual of each virtual one).
-    weight: [D], in the residual's dtype.
+    weight: [D], in the residual's dtype; or [R, D], where R divides M: row m has that of rank
+        m // (M / R) (of virtual ranks, whose rows follow one another).
 
     The sum is computed in float32 and rounded once, to the new residual. The norm is computed from
     the sum before that rounding, which is closer to the exact value. Not differentiable.
@@ -138,7 +152,7 @@ def add_rms_norm(
         residual, weight, landed, normed, eps,
         *(addend for addend, _ in addends), *[residual] * unused,
         *(float(factor) for _, factor in addends), *[0.0] * unused,
-        few, COUNT=len(addends),
+        few, max(1, _each(residual, weight)), COUNT=len(addends),
         SHARED=sum(1 << n for n, (addend, _) in enumerate(addends) if len(addend) < rows),
         D=size, BLOCK=block,
         # 16 bytes per thread: each program has one row, so only latency matters.

@@ -110,9 +110,16 @@ class DecodeCost:
         self.waits: dict[int, float] = {}  # microseconds for which a blocking sum waits for ranks
         self.tiles = batch > MAX_VECTOR_ROWS  # whether products run on tensor cores
         self.lands_pieces = weights == "fp8" and by_pieces(batch)
-        self.both = machine.value("streams_together")
+        self.both = self._both()
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
         self.landings = bool(machine.family("landing"))
+
+    def _both(self) -> float:
+        """What two streams get out of the GPU, of what one does."""
+        by_rows = self.machine.family("streams together")
+        if by_rows and self.stored == "bf16" and self.kernels.wide:
+            return _between(by_rows[0].points, self.batch)
+        return self.machine.value("streams_together")
 
     def lowered(self, plan: Plan) -> Graph:
         """The step of a plan, whose costs this then knows."""
@@ -120,10 +127,9 @@ class DecodeCost:
         two_streams = self.kernels.rides == "nothing"
         branches = self.batch <= self.kernels.branches
         graph = decode(plan, way, branches) if two_streams else riding(plan, way)
-        # Curves are of products alone. Where most sublayers run beside another one, those of 17 to
-        # 32 rows have the tiles that 16 and 64 rows have, and not their own (`decode_shapes`).
-        beside = two_streams and sum(plan.beside) > len(plan.beside) / 2
-        alike = beside and self.stored == "bf16" and 16 < self.batch <= 32
+        # Curves of 17 to 32 rows are of other tiles than today's, which take what is between 16
+        # and 64 rows (`decode_shapes`).
+        alike = two_streams and self.stored == "bf16" and 16 < self.batch <= 32
         self.rows = 16 if alike else self.batch
         self._alone, self._known, self.crossing = {}, {}, {}
         for each in graph.operations:

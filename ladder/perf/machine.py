@@ -32,7 +32,7 @@ VALUES = {
     "step_stretch": "the time of a decode step's kernels, of that in a chain of their own; fitted",
     "launch_gap_us": "what a launch takes in a step besides, in files without step_stretch",
     "push_kernel_us": "what an all-reduce by push takes of which a landing takes as much; sketched",
-    "streams_together": "what two streams of a step get out of a GPU, of what one does; fitted",
+    "streams_together": "the same of weights in 8 bits, and of H100s; fitted",
     "whole_row_us": "what a slot adds to a landing whose row one program makes; fitted",
     "rank_spread": "standard deviation of a sublayer's time among ranks, of that time; sketched",
     "host_launch_us": "the host's time to launch one kernel",
@@ -94,6 +94,9 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "product": ("bytes", ("rows",), "a product of few rows in a chain, by bytes of its weight"),
     "more rows": ("rows", (), "what a product of more rows than one takes besides; fitted"),
     "converted": ("rows", ("weights",), "the time of a product in 8 bits over that in 16; fitted"),
+    "streams together": (
+        "rows", (), "what two streams of a step get out of a GPU, of what one does; fitted",
+    ),
     "matrix": ("rows", ("outputs", "inputs"), "a product of many rows"),
     "attention": ("heads", ("keys",), "attention of a decode step, by KV heads of all sequences"),
     "landing": ("rows", ("hidden",), "a landing of own partials as a kernel of its own"),
@@ -107,13 +110,13 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "nccl hidden": ("bytes", (), "what one adds to a step that waits for it a sublayer later"),
 }
 HEAD_DIM = 128  # of the curves of attention
-FITTED_CURVES = ("more rows", "converted")
+FITTED_CURVES = ("more rows", "converted", "streams together")
 OF_STEPS = ("product", "attention", "landing", *FITTED_CURVES)  # the kernels of decode steps
 AWAITED, HIDDEN = TURNS = ("nccl awaited", "nccl hidden")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
 SPEEDS = ("decode beside nccl", "nccl beside decode")  # of the speed alone, in place of times
 EXCHANGES = ("direct", "copy-kernels")  # transports of ladder.comm.transports
-RATIOS = (*SPEEDS, "converted")
+RATIOS = (*SPEEDS, "converted", "streams together")
 BETWEEN_GPUS = ("peer copy", "exchange", *COLLECTIVES, *SPEEDS, *TURNS)
 ALGORITHMS = ("nccl", "gloo", "push", "two-shot", "torch one-shot", "torch two-shot")
 

@@ -42,12 +42,14 @@ class Kernels(NamedTuple):
     nothing rides, and steps have two streams. even: gated products are spread evenly over
     multiprocessors. long: products of 3 to 16 rows have longer steps, O of 3 and 4 rows in 8 bits
     has tiles, and in fp8 O and down take float16. branches: of how many sequences at most attention
-    and MLP of one sublayer run beside each other."""
+    and MLP of one sublayer run beside each other. wide: beside other kernels O and down of 3 to 32
+    rows have tiles of 64 outputs, and attention of few sequences fewer programs."""
 
     rides: Rides = "nothing"
     even: bool = True
     long: bool = True
     branches: int = MOST_BRANCHED
+    wide: bool = True
 
 
 TODAY = Kernels()

@@ -13,11 +13,14 @@ import torch
 
 from ladder.comm import symmetric
 from ladder.comm.symmetric import INTEGERS, SymmetricTensor
+from ladder.infer import fused
 from ladder.infer.engine import Engine
 from ladder.infer.fused import can_fuse, fuse_refusal
+from ladder.kernels import decode_attention
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models import ModelConfig, Ranks, Transformer, UserError
 from ladder.models.presets import PlanSpec, resolve_plan
+from ladder.models.quantised import quantise_model
 from ladder.parallel.decode import DecodeReducer
 from ladder.parallel.reducers import PushReducer
 from ladder.parallel.sharding import shard_model
@@ -112,6 +115,26 @@ def test_a_fused_model_serves_every_engine_and_its_source_none(tied: bool) -> No
         assert [each.tokens for each in again.generate(PROMPTS, max_new_tokens=12)] == expected
     with pytest.raises(UserError, match=r"packed this model's weights.*load the model again"):
         source(torch.tensor([PROMPTS[0]]))
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("name", ["standard", "ladder", "parallel"])
+def test_attention_knows_what_it_runs_beside(
+    name: str, weights: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its programs are cut for that, and for weights in 8 bits."""
+    model = full_model(small_config(name), 5, torch.float32)
+    if weights is not None:
+        quantise_model(model, weights)
+    seen = set()
+
+    def attention(*args: Any) -> torch.Tensor:
+        seen.add(args[-2:])
+        return decode_attention(*args)
+
+    monkeypatch.setattr(fused, "decode_attention", attention)
+    decode(model, True)
+    assert seen == {(name != "standard", weights is not None)}
 
 
 def test_prompts_of_one_token_and_no_way_back() -> None:

@@ -74,7 +74,7 @@ def test_splits_of_long_contexts() -> None:
         1: [16, 32, 32, 64, 128, 128],
         2: [16, 32, 32, 64, 64, 128],
         3: [16, 32, 32, 32, 32, 64],
-        8: [16, 32, 32, 32, 32, 32],
+        8: [16, 16, 32, 32, 32, 32],
         16: [8, 8, 16, 16, 16, 16],
         32: [4, 4, 8, 8, 8, 8],
         66: [2, 2, 4, 4, 4, 4],
@@ -92,6 +92,18 @@ def test_splits_of_long_contexts() -> None:
             for group in (1, 3, 8):
                 heads = attention_shapes.heads_at_once(group, splits, dims)
                 assert splits * heads * dims <= attention_shapes.COMBINED
+
+
+def test_splits_of_few_sequences() -> None:
+    """Up to 2048 tokens there are about 128 programs, 64 beside other kernels; with weights in 8
+    bits, and beyond, 32 of each KV head."""
+    splits, pairs = attention_shapes.splits, (1, 2, 4, 5, 8)
+    assert [splits(each, 32) for each in pairs] == [32, 32, 32, 16, 16]
+    assert [splits(each, 32, beside=True) for each in pairs] == [32, 32, 16, 8, 8]
+    assert [splits(each, 32, eight_bits=True) for each in pairs] == [32] * 5
+    assert [splits(each, 32, beside=True, eight_bits=True) for each in pairs] == [32, 32, 16, 8, 8]
+    assert [splits(each, 33, beside=True) for each in pairs] == [32] * 5
+    assert splits(16, 32, beside=True) == splits(16, 32) == 8
 
 
 def test_shapes_of_programs() -> None:

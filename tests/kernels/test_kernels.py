@@ -72,12 +72,34 @@ def test_addends_of_fewer_rows(device: str, size: int) -> None:
     assert_close(found, normed, normed.to(found.dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("device", "rows", "size"),
+    [*(on(where, *s) for where in ("cpu", "interpreter") for s in ((1, 40), (4, 200))),
+     *(on("cuda", *s) for s in ((1, 4096), (16, 4096), (33, 200)))],
+)  # fmt: skip
+def test_a_weight_for_each_rank(device: str, rows: int, size: int, dtype: torch.dtype) -> None:
+    """Three virtual ranks' residuals, each with a weight of its own, and a sum for all."""
+    residual, weight = torch.randn(3 * rows, size, device=device), torch.rand(3, size) + 0.5
+    residual, weight = residual.to(dtype), weight.to(device, dtype)
+    total = torch.randn(rows, size, device=device).to(dtype)
+    exact = residual.double().view(3, rows, size) + 0.5 * total.double()
+    landed, found = add_rms_norm(residual, [(total, 0.5)], weight, 1e-5)
+    assert_close(landed.view_as(exact), exact, exact.to(dtype))
+    normed = F.rms_norm(exact, (size,), eps=1e-5) * weight.double()[:, None]
+    assert_close(found.view_as(exact), normed, normed.to(dtype))
+
+
 def test_what_does_not_fit_a_norm_is_refused() -> None:
     x, weight = torch.randn(9, 16), torch.randn(16)
     with pytest.raises(ValueError, match="at most 8"):
         add_rms_norm(x, [(x, 1.0)] * 9, weight, 1e-5)
     with pytest.raises(ValueError, match=r"weight has shape \(15,\); expected \(16,\)"):
         add_rms_norm(x, [], weight[:15], 1e-5)
+    with pytest.raises(ValueError, match=r"\(2, 16\): its 2 ranks must divide .* 9 rows"):
+        add_rms_norm(x, [], torch.randn(2, 16), 1e-5)
+    with pytest.raises(ValueError, match=r"weight has shape \(3, 15\); expected \(3, 16\)"):
+        add_rms_norm(x, [], torch.randn(3, 15), 1e-5)
     with pytest.raises(ValueError, match=r"addends\[1\] .* is not contiguous"):
         add_rms_norm(x, [(x, 1.0), (torch.randn(16, 9).t(), 1.0)], weight, 1e-5)
     with pytest.raises(ValueError, match="dtypes"):

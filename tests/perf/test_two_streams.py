@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -129,7 +130,9 @@ def test_nothing_begins_before_what_it_needs(name: str, way: str) -> None:
 def step(plan: str, batch: int, **values: float) -> tuple[DecodeCost, Graph]:
     machine = load("h200x1")
     more = {name: Value(value, "declared") for name, value in values.items()}
-    machine = replace(machine, values={**machine.values, **more})
+    by_rows = {"streams together"} if "streams_together" in values else set()
+    curves = tuple(each for each in machine.curves if each.name not in by_rows)
+    machine = replace(machine, values={**machine.values, **more}, curves=curves)
     config = replace(model_config("quarter-8b"), plan=resolve_plan(plan, 8), num_layers=8)
     cost = DecodeCost(config, machine, 1, "push", batch, 1024)
     return cost, cost.lowered(config.plan)
@@ -154,6 +157,21 @@ def test_kernels_of_two_streams_share_the_gpu() -> None:
     assert cost._shares(landing) == (pytest.approx(1 - 2 * half / cost(landing)), 0.0)
     pushed = replace(gate, stream=LINKS)
     assert cost.beside(gate, pushed) == cost.beside(pushed, gate) == 1.0
+
+
+def test_what_both_streams_get_depends_on_rows() -> None:
+    """By a curve of today's kernels in bfloat16; else by one number."""
+
+    def both(machine: str, rows: int, weights: str = "bf16", kernels: Kernels = TODAY) -> float:
+        config = model_config("quarter-8b")
+        return DecodeCost(config, load(machine), 1, "async", rows, 1024, weights, kernels).both
+
+    known = dict(load("h200x1").curve("streams together").points)
+    assert both("h200x1", 4) == known[4.0] > known[64.0] == both("h200x1", 64)
+    assert both("h200x1", 10) == pytest.approx((known[4.0] + known[16.0]) / 2)
+    one = load("h200x1").value("streams_together")
+    assert both("h200x1", 4, "fp8") == both("h200x1", 4, kernels=Kernels(wide=False)) == one
+    assert both("h100x1", 4) == load("h100x1").value("streams_together")
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
@@ -195,9 +213,9 @@ def test_recorded_steps_on_one_gpu() -> None:
     assert max(errors) < 0.07, errors
 
 
-def test_products_beside_others_of_17_to_32_rows() -> None:
-    """They have the tiles of 16 and 64 rows (`ladder.kernels.decode_shapes`), so their price is
-    between these. Alone, in 8 bits and before that it is that of their own number."""
+def test_products_of_17_to_32_rows() -> None:
+    """Today's tiles take what is between 16 and 64 rows (`ladder.kernels.decode_shapes`). In 8
+    bits and before that it is the price of their own number."""
 
     def price(
         part: str, plan: str, rows: int, weights: str = "bf16", kernels: Kernels = TODAY
@@ -208,14 +226,14 @@ def test_products_beside_others_of_17_to_32_rows() -> None:
         return cost.alone(next(each for each in graph.operations if each.part == part)).us
 
     own = (
-        ("standard", "bf16", TODAY),
+        ("standard", "fp8", TODAY),
         ("ladder", "fp8", TODAY),
         ("ladder", "bf16", Kernels("beside")),
     )
     for part in ("qkv", "output", "gate-up", "down"):
         few, most = (price(part, "standard", rows) for rows in (16, 64))
-        for rows in (17, 32):
+        for rows, plan in itertools.product((17, 32), ("standard", "ladder", "parallel")):
             between = few + (rows - 16) / 48 * (most - few)
-            assert price(part, "ladder", rows) == pytest.approx(between)
+            assert price(part, plan, rows) == pytest.approx(between)
         for way in own:
             assert price(part, way[0], 32, *way[1:]) > 1.05 * price(part, way[0], 16, *way[1:])

@@ -10,10 +10,13 @@ from ladder.perf.machine import Machine
 from ladder.perf.nodes import with_former_kernels, with_older_kernels
 from ladder.perf.riders import TODAY, Kernels
 
-Era = Literal["today", "branching", "riding", "beside", "inside", "behind", "older"]  # newest first
+Era = Literal[  # newest first
+    "today", "narrow", "branching", "riding", "beside", "inside", "behind", "older",
+]  # fmt: skip
 ERAS: tuple[Era, ...] = get_args(Era)
 SAID: dict[Era, str] = {
     "today": "",
+    "narrow": "smaller tiles beside other kernels",
     "branching": "parts of a layer beside each other",
     "riding": "riding beside tiles",
     "beside": "keys read after the wait",
@@ -35,6 +38,8 @@ TWO_STREAMS, RIDING_COMMITS = "2026-11-28", ("5c18ef3", "e8b240c", "8b38687")
 # In those of these commits attention and MLP of `parallel` are on two streams, of 33 to 64
 # sequences, too.
 BRANCHING_COMMITS = ("e0aaac6", "0fe2e3a", "d3dcdbf", "7e146f2")
+# Products in those of these, and of BRANCHING_COMMITS, have smaller tiles beside other kernels.
+NARROW_COMMITS = ("0382f35", "3eb66f9", "9900fd3", "b7f6b0e", "c805ead")
 Chosen = Callable[[Mapping[str, Any]], bool]
 
 
@@ -57,7 +62,9 @@ def era_of(about: Mapping[str, Any]) -> Era:
     rides = str(about.get("date", TWO_STREAMS)) < TWO_STREAMS or commit.startswith(RIDING_COMMITS)
     if rides:
         return "riding"
-    return "branching" if commit.startswith(BRANCHING_COMMITS) else "today"
+    if commit.startswith(BRANCHING_COMMITS):
+        return "branching"
+    return "narrow" if commit.startswith(NARROW_COMMITS) else "today"
 
 
 def of_era(era: Era) -> Chosen:
@@ -75,8 +82,10 @@ def as_then(machine: Machine, era: Era) -> tuple[Machine, Kernels]:
     products and riders were cut."""
     if era == "today":
         return machine, TODAY
+    if era == "narrow":
+        return machine, Kernels(wide=False)
     if era == "branching":
-        return machine, Kernels(branches=MAX_ROWS)
+        return machine, Kernels(branches=MAX_ROWS, wide=False)
     if era == "riding":
         return machine, Kernels("beside")
     if era == "older":
