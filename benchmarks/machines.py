@@ -298,12 +298,9 @@ def four_today() -> Machine:
 
 
 def with_fitted_by_hand(machine: Machine) -> Machine:
-    curves = [each for each in machine.curves if each.name != STREAMS_TOGETHER.name]
-    return replace(
-        machine,
-        values={**machine.values, **FITTED_BY_HAND},
-        curves=(*curves, STREAMS_TOGETHER),
-    )
+    curves = [each for each in machine.curves if each.name != STREAMS_TOGETHER[0].name]
+    values = {**machine.values, **FITTED_BY_HAND}
+    return replace(machine, values=values, curves=(*curves, *STREAMS_TOGETHER))
 
 
 def with_halves(machine: Machine) -> Machine:

@@ -116,9 +116,9 @@ class DecodeCost:
 
     def _both(self) -> float:
         """What two streams get out of the GPU, of what one does."""
-        by_rows = self.machine.family("streams together")
-        if by_rows and self.stored == "bf16" and self.kernels.wide:
-            return _between(by_rows[0].points, self.batch)
+        for curve in self.machine.family("streams together"):
+            if curve.where["weights"] == self.stored and self.kernels.wide:
+                return _between(curve.points, self.batch)
         return self.machine.value("streams_together")
 
     def lowered(self, plan: Plan) -> Graph:

@@ -27,7 +27,7 @@ from ladder.perf.machine import (
 )
 
 # Keys of `where` that have names.
-NAMED = {"algorithm": ALGORITHMS, "transport": EXCHANGES, "weights": EIGHT_BITS}
+NAMED = {"algorithm": ALGORITHMS, "transport": EXCHANGES, "weights": ("bf16", *EIGHT_BITS)}
 FOLDER = Path(__file__).parent / "machines"
 # Kernels of decode steps as they were, by GPU (KERNELS); whole machines as they were, by name.
 OLDER = FOLDER / "older"

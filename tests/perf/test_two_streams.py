@@ -160,17 +160,18 @@ def test_kernels_of_two_streams_share_the_gpu() -> None:
 
 
 def test_what_both_streams_get_depends_on_rows() -> None:
-    """By a curve of today's kernels in bfloat16; else by one number."""
+    """By curves of today's kernels in bfloat16 and fp8; else by one number."""
 
     def both(machine: str, rows: int, weights: str = "bf16", kernels: Kernels = TODAY) -> float:
         config = model_config("quarter-8b")
         return DecodeCost(config, load(machine), 1, "async", rows, 1024, weights, kernels).both
 
-    known = dict(load("h200x1").curve("streams together").points)
+    known = dict(load("h200x1").curve("streams together", weights="bf16").points)
     assert both("h200x1", 4) == known[4.0] > known[64.0] == both("h200x1", 64)
     assert both("h200x1", 10) == pytest.approx((known[4.0] + known[16.0]) / 2)
     one = load("h200x1").value("streams_together")
-    assert both("h200x1", 4, "fp8") == both("h200x1", 4, kernels=Kernels(wide=False)) == one
+    assert both("h200x1", 1, "fp8") > both("h200x1", 4, "fp8") == one
+    assert both("h200x1", 4, "int8") == both("h200x1", 4, kernels=Kernels(wide=False)) == one
     assert both("h100x1", 4) == load("h100x1").value("streams_together")
 
 
