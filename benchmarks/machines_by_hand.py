@@ -76,8 +76,8 @@ STREAMS_TOGETHER = (
         "streams together",
         {"weights": "fp8"},
         ((1.0, 1.23), (2.0, DEFAULTS["streams_together"])),
-        "fitted: what a ladder's steps of one sequence of half-8b (two H200s) and llama-3-8b (four) "
-        "ask for, their mean, of more `streams_together`; "
+        "fitted: what a ladder's steps of one sequence of half-8b (two H200s) and llama-3-8b "
+        "(four) ask for, their mean, of more `streams_together`; "
         "2026-11-28-fp8-one-half-8b-h200x2.jsonl, 2026-11-28-fp8-apart-h200x4.jsonl",
     ),
 )

@@ -1,7 +1,8 @@
 """A case for each kernel that needs one GPU: what it writes, and what its reference does.
 
 A function that ladder.kernels exports must have one: write a generator function of (dtype) that
-yields (found, wanted) pairs and decorate it with @case("name of the kernel's function").
+yields (found, wanted) pairs and decorate it with @case("name of the kernel's function"). A function
+may have others, under names of their own.
 """
 
 from __future__ import annotations
@@ -87,10 +88,12 @@ def add_rms_norm(dtype: torch.dtype) -> Pairs:
         residual, weight = random(dtype, rows, size), random(dtype, size)
         addends = [(random(dtype, rows, size), factor / 2) for factor in range(1, count + 1)]
         addends += [(random(dtype, 1, size), 1.5)] * (count < 8)  # for all rows
-        for gains in (weight, random(dtype, rows, size)):  # of all rows, of each
-            found = kernels.add_rms_norm(residual, addends, gains, 1e-5)
-            wanted = kernels.add_rms_norm_reference(residual, addends, gains, 1e-5)
-            yield from zip(found, wanted, strict=True)
+        found = kernels.add_rms_norm(residual, addends, weight, 1e-5)
+        wanted = kernels.add_rms_norm_reference(residual, addends, weight, 1e-5)
+        yield from zip(found, wanted, strict=True)
+    residual, weights = random(dtype, 6, 1537), random(dtype, 3, 1537)  # of three virtual ranks
+    found = kernels.add_rms_norm(residual, [], weights, 1e-5)
+    yield from zip(found, kernels.add_rms_norm_reference(residual, [], weights, 1e-5), strict=True)
 
 
 @case("decode_attention")
@@ -120,7 +123,7 @@ def project(dtype: torch.dtype) -> Pairs:
     """project alone, and with a push to three ranks' slots on this GPU, which land."""
     world, start = 3, 64
     for rows in ROWS:
-        for outputs, size in ((7, 200), (66, 1304), (130, 2100), MIDDLE):
+        for outputs, size in ((7, 200), (66, 1304), (130, 2048), (130, 2100), MIDDLE):
             x, (gate, up) = random(dtype, rows, size), random(dtype, 2, outputs, size) / size**0.5
             normed = {"squares": squares_of(x), "eps": 1e-5}
             for options in ({}, normed):
@@ -146,7 +149,7 @@ def project(dtype: torch.dtype) -> Pairs:
 
 @case("eight_bits")
 def eight_bits(dtype: torch.dtype) -> Pairs:
-    """project with weights in 8 bits, alone and beside other kernels; in float16 by halves."""
+    """`project` with weights in 8 bits, alone and beside other kernels; in float16 by halves."""
     if dtype == torch.float32:
         return
     for kind in QUANTISED if dtype == torch.bfloat16 else ("fp8",):

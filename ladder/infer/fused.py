@@ -181,8 +181,7 @@ def fused_add_norm(
     if not isinstance(norm, RMSNorm) or len(addends) > MAX_ADDENDS:
         return add_norm(residual, addends, norm)
     weight = local(norm.weight).to(residual.dtype)
-    if weight.dim() == 2 and residual.dim() == 3:  # one rank's residual, as the head reads
-        weight = weight[0]
+    assert weight.dim() == 1 or len(weight) == len(residual), "a weight for each virtual rank"
     # A sum has the rows of one rank, which are added to the residual of each virtual rank.
     pairs = [(value.reshape(-1, size).contiguous(), factor) for value, factor in addends]
     rows = residual.reshape(-1, size).contiguous()  # those of virtual ranks begin as one

@@ -223,7 +223,7 @@ def decode_attention(
         what is stored of itself.
 
     beside: other kernels are meant to run at the same time. eight_bits: the model's weights are
-    stored in so many. Both are for speed alone.
+    stored in so many. They set how many programs share the keys, and so the order of sums.
 
     The launch depends only on shapes, so a captured graph serves every position. The rotation is in
     float32 and rounded once; scores, softmax and sums are in float32; softmax weights are rounded

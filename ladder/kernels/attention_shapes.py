@@ -7,10 +7,11 @@ from ladder.jit import triton
 
 FULL = 96  # programs that fill the GPU without a split
 FEW = 8  # sequences times KV heads
-# Up to SHORT blocks (2048 tokens) few sequences have about so many programs, or CHEAP_SPLITS for
-# each of them and of their KV heads if that is less. Beside other kernels: fewer find room on the
-# SMs that larger tiles of products leave (4 % less of a ladder's steps of 4 sequences of an 8B at
-# TP 4, and of a 2B). Alone: 0 to 3 % less, but 1 % more with weights in 8 bits.
+# Over a cache of up to SHORT blocks (2048 tokens in bfloat16) few sequences have about so many
+# programs, or CHEAP_SPLITS for each of them and of their KV heads if that is less. Beside other
+# kernels: fewer find room on the SMs that larger tiles of products leave (3 % less of a ladder's
+# steps of 4 sequences of an 8B at TP 4, and of a 2B). Alone: 0 to 3 % less, but 1 % more with
+# weights in 8 bits. A cache in e4m3 was not measured.
 BESIDE, ALONE, SHORT = 64, 128, 32
 MAX_SPLITS = 128
 LONG = 128  # blocks: of 64 keys, 8k tokens
@@ -71,7 +72,7 @@ def splits(
         most = 2 * one_each if blocks >= many else one_each
         enough = max(blocks // 4, min(blocks // 2, 2 * CHEAP_SPLITS)) if e4m3 else blocks // 4
         cheap = CHEAP_SPLITS
-        if blocks <= SHORT and (beside or not eight_bits):
+        if blocks <= SHORT and not e4m3 and (beside or not eight_bits):
             cheap = min(cheap, (BESIDE if beside else ALONE) // sequences_and_heads)
         wanted = max(cheap, min(most, enough, MAX_SPLITS))
     elif blocks >= LONG:

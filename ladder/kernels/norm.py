@@ -25,8 +25,10 @@ def add_rms_norm_reference(
     for addend, factor in addends:
         turns = len(residual) // max(1, len(addend))
         total = total + addend.float().repeat(turns, 1) * factor
-    gain = weight.float().view(-1, total.shape[1]).repeat_interleave(_each(total, weight), 0)
-    normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * gain
+    normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps)
+    if weight.dim() == 2:
+        weight = weight.repeat_interleave(len(total) // len(weight), 0)
+    normed = normed * weight.float()
     if out is not None:
         return out[0].copy_(total), out[1].copy_(normed)
     return total.to(residual.dtype), normed.to(residual.dtype)
@@ -44,18 +46,20 @@ def _addend(addend, factor, row, rows, SHARED: tl.constexpr, i, inside, D: tl.co
 def _norm_kernel(
     residual, weight, landed, normed, eps,
     a0, a1, a2, a3, a4, a5, a6, a7, f0, f1, f2, f3, f4, f5, f6, f7,
-    rows, each, COUNT: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    rows, each, COUNT: tl.constexpr, SHARED: tl.constexpr, RANKS: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SHARED: a bit for each addend of `rows` rows, which the residual's rows take in turns. each:
-    how many rows one after the other have the same weight."""
+    """SHARED: a bit for each addend of `rows` rows, which the residual's rows take in turns. RANKS:
+    `each` rows one after the other have a weight of their own."""
     begin(PDL)
     # The whole row stays in registers: it is read once, so `landed` may be `residual` itself.
     i = tl.arange(0, BLOCK)
     inside = i < D
     program = tl.program_id(0)
     at = program.to(tl.int64) * D + i
-    gain = tl.load(weight + program // each * D + i, mask=inside, other=0).to(tl.float32)
+    if RANKS:
+        weight += program // each * D
+    gain = tl.load(weight + i, mask=inside, other=0).to(tl.float32)
     total = tl.load(residual + at, mask=inside, other=0).to(tl.float32)
     if COUNT > 0:
         total += _addend(a0, f0, program, rows, SHARED & 1, i, inside, D)
@@ -89,11 +93,11 @@ def _check(residual: Tensor, addends: Addends, weight: Tensor, out: Pair | None)
     shape = (residual.shape[0], residual.shape[1])
     check_dtype(residual=residual, weight=weight)
     check_tensor("residual", residual, shape, residual)
-    ranks = weight.shape[:1] if weight.dim() == 2 else ()
-    check_tensor("weight", weight, (*ranks, shape[1]), residual)
-    if any(not each or shape[0] % each for each in ranks):
+    ranks = len(weight) if weight.dim() == 2 else None
+    check_tensor("weight", weight, shape[1:] if ranks is None else (ranks, shape[1]), residual)
+    if ranks is not None and (ranks == 0 or shape[0] % ranks):
         raise UserError(
-            f"weight has shape {tuple(weight.shape)}: its {len(weight)} ranks must divide the "
+            f"weight has shape {tuple(weight.shape)}: its {ranks} ranks must divide the "
             f"residual's {shape[0]} rows"
         )
     few = _fewer(residual, addends)
@@ -105,11 +109,6 @@ def _check(residual: Tensor, addends: Addends, weight: Tensor, out: Pair | None)
         check_dtype(residual=residual, out=tensor)
         check_tensor(name, tensor, shape, residual)
     return few
-
-
-def _each(residual: Tensor, weight: Tensor) -> int:
-    """How many rows have the same weight."""
-    return len(residual) // (len(weight) if weight.dim() == 2 else 1)
 
 
 def _fewer(residual: Tensor, addends: Addends) -> int:
@@ -152,9 +151,9 @@ def add_rms_norm(
         residual, weight, landed, normed, eps,
         *(addend for addend, _ in addends), *[residual] * unused,
         *(float(factor) for _, factor in addends), *[0.0] * unused,
-        few, max(1, _each(residual, weight)), COUNT=len(addends),
+        few, rows // len(weight) if weight.dim() == 2 else 0, COUNT=len(addends),
         SHARED=sum(1 << n for n, (addend, _) in enumerate(addends) if len(addend) < rows),
-        D=size, BLOCK=block,
+        RANKS=weight.dim() == 2, D=size, BLOCK=block,
         # 16 bytes per thread: each program has one row, so only latency matters.
         num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip

@@ -127,9 +127,9 @@ class DecodeCost:
         two_streams = self.kernels.rides == "nothing"
         branches = self.batch <= self.kernels.branches
         graph = decode(plan, way, branches) if two_streams else riding(plan, way)
-        # Curves of 17 to 32 rows are of other tiles than today's, which take what is between 16
-        # and 64 rows (`decode_shapes`).
-        alike = two_streams and self.stored == "bf16" and 16 < self.batch <= 32
+        # Curves of 32 rows are of other tiles than today's, which take what is between 16 and 64
+        # rows (`decode_shapes`).
+        alike = two_streams and self.stored == "bf16" and 16 < self.batch < 64
         self.rows = 16 if alike else self.batch
         self._alone, self._known, self.crossing = {}, {}, {}
         for each in graph.operations:

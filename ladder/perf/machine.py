@@ -32,7 +32,7 @@ VALUES = {
     "step_stretch": "the time of a decode step's kernels, of that in a chain of their own; fitted",
     "launch_gap_us": "what a launch takes in a step besides, in files without step_stretch",
     "push_kernel_us": "what an all-reduce by push takes of which a landing takes as much; sketched",
-    "streams_together": "the same where no curve says it; fitted",
+    "streams_together": "what two streams of a step get out of a GPU if no curve says it; fitted",
     "whole_row_us": "what a slot adds to a landing whose row one program makes; fitted",
     "rank_spread": "standard deviation of a sublayer's time among ranks, of that time; sketched",
     "host_launch_us": "the host's time to launch one kernel",

@@ -202,12 +202,12 @@ def test_cuts_of_few_rows() -> None:
         (rows, outputs, size): decode_shapes.blocks(rows, outputs, size, False, 2)[1:6]
         for rows, outputs, size in (
             (3, 1536, 4096), (16, 1536, 4096), (4, 4096, 3584), (16, 1024, 2304), (4, 2304, 2304),
-            (16, 4096, 1024),
+            (16, 4096, 1024), (17, 1536, 4096), (32, 1536, 4096), (32, 1024, 2304),
         )
     }  # fmt: skip
     assert list(cuts.values()) == [
         (16, 512, 4, 6, 4), (16, 512, 4, 6, 4), (32, 512, 4, 4, 1), (16, 256, 4, 8, 4),
-        (32, 256, 4, 6, 1), (32, 128, 4, 4, 1),
+        (32, 256, 4, 6, 1), (32, 128, 4, 4, 1), *[(16, 512, 4, 4, 4)] * 2, (16, 512, 4, 4, 1),
     ]  # fmt: skip
     single = decode_shapes.blocks(16, 4096, 3584, False, 4)
     assert (single.step, single.stages) == (128, 6)

@@ -85,6 +85,7 @@ def test_splits_of_long_contexts() -> None:
     }
     found[1] = found[2] = [16, 32, 64, 64, 128, 128]
     found[3] = [16, 32, 32, 32, 64, 64]
+    found[8][1] = 32
     assert in_e4m3 == found
     for dims in (16, 64, 128, 256):
         for pairs in (1, 2, 32):
@@ -95,13 +96,14 @@ def test_splits_of_long_contexts() -> None:
 
 
 def test_splits_of_few_sequences() -> None:
-    """Up to 2048 tokens there are about 128 programs, 64 beside other kernels; with weights in 8
+    """Over 2048 tokens there are about 128 programs, 64 beside other kernels; with weights in 8
     bits, and beyond, 32 of each KV head."""
     splits, pairs = attention_shapes.splits, (1, 2, 4, 5, 8)
     assert [splits(each, 32) for each in pairs] == [32, 32, 32, 16, 16]
     assert [splits(each, 32, beside=True) for each in pairs] == [32, 32, 16, 8, 8]
     assert [splits(each, 32, eight_bits=True) for each in pairs] == [32] * 5
     assert [splits(each, 32, beside=True, eight_bits=True) for each in pairs] == [32, 32, 16, 8, 8]
+    assert [splits(each, 32, True, beside=True) for each in pairs] == [32] * 5  # e4m3
     assert [splits(each, 33, beside=True) for each in pairs] == [32] * 5
     assert splits(16, 32, beside=True) == splits(16, 32) == 8
 

@@ -145,7 +145,7 @@ def test_kernels_of_two_streams_share_the_gpu() -> None:
     cost, graph = step("ladder", 1)
     landing, down = named(graph, 4, "landing"), named(graph, 3, "down")
     qkv, gate = named(graph, 4, "qkv"), named(graph, 3, "gate-up")
-    half, both = cost.machine.value("launch_us") / 2, cost.machine.value("streams_together")
+    half, both = cost.machine.value("launch_us") / 2, cost.both
     taken, memory = 1 - half / cost(gate), 1e6 * cost.machine.value("copy_tb_s")
     read = cost.weights["gate-up"] / (memory * cost(gate))
     assert cost.beside(gate, qkv) == cost.beside(down, qkv) == 1.0
@@ -214,7 +214,7 @@ def test_recorded_steps_on_one_gpu() -> None:
     assert max(errors) < 0.07, errors
 
 
-def test_products_of_17_to_32_rows() -> None:
+def test_products_of_17_to_63_rows() -> None:
     """Today's tiles take what is between 16 and 64 rows (`ladder.kernels.decode_shapes`). In 8
     bits and before that it is the price of their own number."""
 
@@ -233,7 +233,7 @@ def test_products_of_17_to_32_rows() -> None:
     )
     for part in ("qkv", "output", "gate-up", "down"):
         few, most = (price(part, "standard", rows) for rows in (16, 64))
-        for rows, plan in itertools.product((17, 32), ("standard", "ladder", "parallel")):
+        for rows, plan in itertools.product((17, 32, 48), ("standard", "ladder", "parallel")):
             between = few + (rows - 16) / 48 * (most - few)
             assert price(part, plan, rows) == pytest.approx(between)
         for way in own:

@@ -38,8 +38,8 @@ TWO_STREAMS, RIDING_COMMITS = "2026-11-28", ("5c18ef3", "e8b240c", "8b38687")
 # In those of these commits attention and MLP of `parallel` are on two streams, of 33 to 64
 # sequences, too.
 BRANCHING_COMMITS = ("e0aaac6", "0fe2e3a", "d3dcdbf", "7e146f2")
-# Products in those of these, and of BRANCHING_COMMITS, have smaller tiles beside other kernels.
-NARROW_COMMITS = ("0382f35", "3eb66f9", "9900fd3", "b7f6b0e", "c805ead")
+# Products in those before that day, and of these commits, have smaller tiles beside other kernels.
+WIDE_TILES, NARROW_COMMITS = "2026-11-29", ("9900fd3", "b7f6b0e", "c805ead")
 Chosen = Callable[[Mapping[str, Any]], bool]
 
 
@@ -64,7 +64,8 @@ def era_of(about: Mapping[str, Any]) -> Era:
         return "riding"
     if commit.startswith(BRANCHING_COMMITS):
         return "branching"
-    return "narrow" if commit.startswith(NARROW_COMMITS) else "today"
+    narrow = str(about.get("date", WIDE_TILES)) < WIDE_TILES or commit.startswith(NARROW_COMMITS)
+    return "narrow" if narrow else "today"
 
 
 def of_era(era: Era) -> Chosen:
