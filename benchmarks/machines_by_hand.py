@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ladder.config import model_config
 from ladder.costs import BF16
+from ladder.perf.cost import TOGETHER as STREAMS
 from ladder.perf.machine import DECLARED as DEFAULTS
 from ladder.perf.machine import Curve, Value
 
@@ -68,14 +69,14 @@ STREAMS_TOGETHER = (
     Curve(
         "streams together",
         {"weights": "bf16"},
-        ((1.0, 1.14), (4.0, 1.22), (16.0, 1.19), (32.0, 1.15), (64.0, 1.06)),
+        STREAMS["bf16"],
         "fitted: what a ladder's steps of quarter-8b (one H200) and half-8b (two) ask for, their "
         "mean; 2026-11-29-few-splits-h200.txt",
     ),
     Curve(
         "streams together",
         {"weights": "fp8"},
-        ((1.0, 1.23), (2.0, DEFAULTS["streams_together"])),
+        STREAMS["fp8"],
         "fitted: what a ladder's steps of one sequence of half-8b (two H200s) and llama-3-8b "
         "(four) ask for, their mean, of more `streams_together`; "
         "2026-11-28-fp8-one-half-8b-h200x2.jsonl, 2026-11-28-fp8-apart-h200x4.jsonl",

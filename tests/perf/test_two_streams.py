@@ -15,7 +15,7 @@ from ladder.perf import phases
 from ladder.perf.cost import DecodeCost
 from ladder.perf.graph import COMM, LINKS, MAIN, SECOND, Graph, Operation
 from ladder.perf.lower_decode import WAYS, decode
-from ladder.perf.machine import Value
+from ladder.perf.machine import Curve, Value
 from ladder.perf.machine_files import load
 from ladder.perf.riders import TODAY, Kernels
 from ladder.perf.simulate import simulate
@@ -130,8 +130,11 @@ def test_nothing_begins_before_what_it_needs(name: str, way: str) -> None:
 def step(plan: str, batch: int, **values: float) -> tuple[DecodeCost, Graph]:
     machine = load("h200x1")
     more = {name: Value(value, "declared") for name, value in values.items()}
-    by_rows = {"streams together"} if "streams_together" in values else set()
-    curves = tuple(each for each in machine.curves if each.name not in by_rows)
+    curves = machine.curves
+    if "streams_together" in values:  # of all rows
+        flat = ((1.0, values["streams_together"]),)
+        others = [each for each in curves if each.name != "streams together"]
+        curves = (*others, Curve("streams together", {"weights": "bf16"}, flat, "declared"))
     machine = replace(machine, values={**machine.values, **more}, curves=curves)
     config = replace(model_config("quarter-8b"), plan=resolve_plan(plan, 8), num_layers=8)
     cost = DecodeCost(config, machine, 1, "push", batch, 1024)
@@ -172,7 +175,7 @@ def test_what_both_streams_get_depends_on_rows() -> None:
     one = load("h200x1").value("streams_together")
     assert both("h200x1", 1, "fp8") > both("h200x1", 4, "fp8") == one
     assert both("h200x1", 4, "int8") == both("h200x1", 4, kernels=Kernels(wide=False)) == one
-    assert both("h100x1", 4) == load("h100x1").value("streams_together")
+    assert both("h100x1", 4) == known[4.0]  # H100s have no curve of their own
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
