@@ -144,6 +144,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
         choice.GreedyChoice(ROWS, RANK, WORLD, group, device)(logits, 0, *tokens, 7)
         x, gain = torch.zeros(32, SIZE, dtype=BF16), torch.zeros(SIZE, dtype=BF16)
         kernels.add_rms_norm(x, [(x, 1.0), (x[:1].clone(), 1.0)], gain, 1e-5)
+        kernels.add_rms_norm(x, [], gain.repeat(4, 1), 1e-5)
         kernels.land_rows([x] * WORLD, x, gain, 1e-5, (x, x), [x] * (WORLD - 1))
         kernels.swiglu(x)
         heads, table = torch.zeros(2, 16, 4 * 64, dtype=BF16), torch.zeros(64, 64)
