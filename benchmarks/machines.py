@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from machines_by_hand import (
+    BOTH_STREAMS,
     COPIES,
     DECLARED,
     FITTED_BY_HAND,
     FOUR_BY_HAND,
     PEERS,
     PUSHES,
-    STREAMS_TOGETHER,
     TOGETHER,
     TURNS,
     kernels,
@@ -270,7 +270,8 @@ def one() -> Machine:
 
 def machine(gpus: int) -> Machine:
     """One GPU or two. Prompts are as they were recorded there, decode steps as on four."""
-    return with_fitted_by_hand(with_steps_of(one() if gpus == 1 else fitted(gpus), four_today()))
+    found = with_steps_of(one() if gpus == 1 else fitted(gpus), four_today())
+    return replace(found, values={**found.values, **FITTED_BY_HAND})
 
 
 def four_before() -> Machine:
@@ -294,13 +295,8 @@ def four_today() -> Machine:
     found = with_measured(four_then(), [taken(STEPS_MEASURED, STEPS_PARTS)])
     files = [RESULTS / file for file in STEPS_CALIBRATION]
     found = with_halves(with_missing(fit_steps(with_attention_in_steps(found, files), files)))
-    return with_fitted_by_hand(found)
-
-
-def with_fitted_by_hand(machine: Machine) -> Machine:
-    curves = [each for each in machine.curves if each.name != STREAMS_TOGETHER[0].name]
-    values = {**machine.values, **FITTED_BY_HAND}
-    return replace(machine, values=values, curves=(*curves, *STREAMS_TOGETHER))
+    curves = (*found.curves, *BOTH_STREAMS)
+    return replace(found, values={**found.values, **FITTED_BY_HAND}, curves=curves)
 
 
 def with_halves(machine: Machine) -> Machine:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ladder.config import model_config
 from ladder.costs import BF16
-from ladder.perf.cost import TOGETHER as STREAMS
 from ladder.perf.machine import DECLARED as DEFAULTS
-from ladder.perf.machine import Curve, Value
+from ladder.perf.machine import STREAMS_TOGETHER, Curve, Value
 
 POWER = (
     "measured by hand: products of 16384 rows, for a second, {}; "
@@ -65,22 +64,15 @@ FITTED_BY_HAND = {
         "least squares; 2026-11-27-fp8-again-h200x4.jsonl, 2026-11-28-fp8-halves-h200x4.jsonl",
     ),
 }
-STREAMS_TOGETHER = (
-    Curve(
-        "streams together",
-        {"weights": "bf16"},
-        STREAMS["bf16"],
-        "fitted: what a ladder's steps of quarter-8b (one H200) and half-8b (two) ask for, their "
-        "mean; 2026-11-29-few-splits-h200.txt",
-    ),
-    Curve(
-        "streams together",
-        {"weights": "fp8"},
-        STREAMS["fp8"],
-        "fitted: what a ladder's steps of one sequence of half-8b (two H200s) and llama-3-8b "
-        "(four) ask for, their mean, of more `streams_together`; "
+BOTH_STREAMS = tuple(
+    Curve("streams together", {"weights": weights}, STREAMS_TOGETHER[weights], text)
+    for weights, text in {
+        "bf16": "fitted: what a ladder's steps of quarter-8b (one H200) and half-8b (two) ask for, "
+        "their mean; 2026-11-29-few-splits-h200.txt",
+        "fp8": "fitted: what a ladder's steps of one sequence of half-8b (two H200s) and "
+        "llama-3-8b (four) ask for, their mean, of more `streams_together`; "
         "2026-11-28-fp8-one-half-8b-h200x2.jsonl, 2026-11-28-fp8-apart-h200x4.jsonl",
-    ),
+    }.items()
 )
 DECLARED = {
     "boost_ms": Value(

@@ -126,11 +126,10 @@ def project(dtype: torch.dtype) -> Pairs:
         for outputs, size in ((7, 200), (66, 1304), (130, 2048), (130, 2100), MIDDLE):
             x, (gate, up) = random(dtype, rows, size), random(dtype, 2, outputs, size) / size**0.5
             normed = {"squares": squares_of(x), "eps": 1e-5}
-            for options in ({}, normed):
-                for other in (None, up):
-                    for beside in (False, True)[: 1 + ((outputs, size) == MIDDLE)]:
-                        found = kernels.project(x, gate, other, beside=beside, **options)
-                        yield found, kernels.project_reference(x, gate, other, **options)
+            cut_apart = {False, (outputs, size) == MIDDLE}
+            for options, other, beside in product(({}, normed), (None, up), cut_apart):
+                found = kernels.project(x, gate, other, beside=beside, **options)
+                yield found, kernels.project_reference(x, gate, other, **options)
             if not jit.on_triton(x):
                 continue  # the references share no slots
             sets = [torch.full((start + world * rows * outputs,), -0.0, dtype=dtype, device=DEVICE)
@@ -157,7 +156,7 @@ def eight_bits(dtype: torch.dtype) -> Pairs:
             weights = random(torch.float32, 2, outputs, size) / size**0.5
             (gate, one), (up, other) = (quantise(each, kind, "w") for each in weights)
             x = random(dtype, rows, size)
-            for matrix, beside in product((None, up), (False, True)):
+            for matrix, beside in product((None, up), {False, (outputs, size) == MIDDLE}):
                 options = {"scales": (one, None if matrix is None else other)}
                 found = kernels.project(x, gate, matrix, beside=beside, **options)
                 yield found, kernels.project_reference(x, gate, matrix, **options)

@@ -71,9 +71,11 @@ class Placeholders:
             self.held[key] = values.to(key[2])
         return self.held[key]
 
-    def attention(self, packed: Tensor, *others: Any) -> Tensor:
+    def attention(
+        self, packed: Tensor, *others: Any, gives: torch.dtype | None, **options: bool
+    ) -> Tensor:
         heads, kept = others[4], others[2].shape[-1]
-        return self.like(packed, heads * kept, others[11])
+        return self.like(packed, heads * kept, gives)
 
 
 @contextlib.contextmanager

@@ -123,7 +123,7 @@ class FusedAttention(Sublayer):
             packed, self.table, cache.positions[:, 0], cache.keys[self.layer],
             cache.values[self.layer], self.heads, self.head_dim**-0.5, self.arrived, bias,
             self.gains, self.eps, cache.layer_exponents(self.layer),
-            torch.float16 if half else None, beside, self.eight_bits,
+            gives=torch.float16 if half else None, beside=beside, eight_bits=self.eight_bits,
         )  # fmt: skip
 
     def _prompt(self, packed: Tensor, bias: Tensor | None, cache: Cache) -> Tensor:

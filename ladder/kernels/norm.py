@@ -144,6 +144,7 @@ def add_rms_norm(
         (torch.empty_like(residual), torch.empty_like(residual)) if out is None else out
     )
     rows, size = residual.shape
+    each = rows // len(weight) if weight.dim() == 2 else 0
     block = triton.next_power_of_2(size)
     unused = MAX_ADDENDS - len(addends)
     launch(
@@ -151,9 +152,9 @@ def add_rms_norm(
         residual, weight, landed, normed, eps,
         *(addend for addend, _ in addends), *[residual] * unused,
         *(float(factor) for _, factor in addends), *[0.0] * unused,
-        few, rows // len(weight) if weight.dim() == 2 else 0, COUNT=len(addends),
+        few, each, COUNT=len(addends),
         SHARED=sum(1 << n for n, (addend, _) in enumerate(addends) if len(addend) < rows),
-        RANKS=weight.dim() == 2, D=size, BLOCK=block,
+        RANKS=each > 0, D=size, BLOCK=block,
         # 16 bytes per thread: each program has one row, so only latency matters.
         num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip

@@ -32,6 +32,7 @@ from ladder.perf.machine import (
     AWAITED,
     HEAD_DIM,
     HIDDEN,
+    STREAMS_TOGETHER,
     Basis,
     Estimate,
     Machine,
@@ -49,11 +50,6 @@ MOST_OF_SHARE = 1.3
 # `converted` where a machine says nothing of it, by rows: an H200's of weights in fp8, by former
 # kernels.
 CONVERTED = ((1.0, 1.22), (2.0, 1.25), (4.0, 1.36), (16.0, 1.49), (64.0, 1.76))
-# `streams together` where a machine says nothing of it, by weights and rows: an H200's.
-TOGETHER = {
-    "bf16": ((1.0, 1.14), (4.0, 1.22), (16.0, 1.19), (32.0, 1.15), (64.0, 1.06)),
-    "fp8": ((1.0, 1.23), (2.0, 1.14)),
-}
 SLOWEST = 0.001  # of a kernel's speed, beside one that leaves it nothing
 
 
@@ -121,7 +117,7 @@ class DecodeCost:
     def _both(self) -> float:
         """What two streams get out of the GPU, of what one does."""
         curves = self.machine.family("streams together")
-        known = {str(each.where["weights"]): each.points for each in curves} or TOGETHER
+        known = {str(each.where["weights"]): each.points for each in curves} or STREAMS_TOGETHER
         if self.stored in known and self.kernels.wide:
             return _between(known[self.stored], self.batch)
         return self.machine.value("streams_together")

@@ -87,6 +87,11 @@ DECLARED = {
     "prompt_attention_tflop_s": 650.0,
     "prompt_attention_half": 750.0,
 }
+# The curves `streams together`, by weights, where a file has none: those of H200s.
+STREAMS_TOGETHER = {
+    "bf16": ((1.0, 1.14), (4.0, 1.22), (16.0, 1.19), (32.0, 1.15), (64.0, 1.06)),
+    "fp8": ((1.0, 1.23), (2.0, DECLARED["streams_together"])),
+}
 # The quantity of a curve's points, and what tells the curves of a family apart.
 CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "copy": ("bytes", (), "a copy on one GPU"),

@@ -128,9 +128,9 @@ def test_attention_knows_what_it_runs_beside(
         quantise_model(model, weights)
     seen = set()
 
-    def attention(*args: Any) -> torch.Tensor:
-        seen.add(args[-2:])
-        return decode_attention(*args)
+    def attention(*args: Any, **options: Any) -> torch.Tensor:
+        seen.add((options["beside"], options["eight_bits"]))
+        return decode_attention(*args, **options)
 
     monkeypatch.setattr(fused, "decode_attention", attention)
     decode(model, True)

@@ -15,7 +15,7 @@ from ladder.perf import phases
 from ladder.perf.cost import DecodeCost
 from ladder.perf.graph import COMM, LINKS, MAIN, SECOND, Graph, Operation
 from ladder.perf.lower_decode import WAYS, decode
-from ladder.perf.machine import Curve, Value
+from ladder.perf.machine import Value
 from ladder.perf.machine_files import load
 from ladder.perf.riders import TODAY, Kernels
 from ladder.perf.simulate import simulate
@@ -127,17 +127,15 @@ def test_nothing_begins_before_what_it_needs(name: str, way: str) -> None:
     )
 
 
-def step(plan: str, batch: int, **values: float) -> tuple[DecodeCost, Graph]:
+def step(
+    plan: str, batch: int, both: float | None = None, **values: float
+) -> tuple[DecodeCost, Graph]:
     machine = load("h200x1")
     more = {name: Value(value, "declared") for name, value in values.items()}
-    curves = machine.curves
-    if "streams_together" in values:  # of all rows
-        flat = ((1.0, values["streams_together"]),)
-        others = [each for each in curves if each.name != "streams together"]
-        curves = (*others, Curve("streams together", {"weights": "bf16"}, flat, "declared"))
-    machine = replace(machine, values={**machine.values, **more}, curves=curves)
+    machine = replace(machine, values={**machine.values, **more})
     config = replace(model_config("quarter-8b"), plan=resolve_plan(plan, 8), num_layers=8)
     cost = DecodeCost(config, machine, 1, "push", batch, 1024)
+    cost.both = cost.both if both is None else both
     return cost, cost.lowered(config.plan)
 
 
@@ -192,8 +190,8 @@ def test_two_streams_gain_launches_and_what_both_get(batch: int) -> None:
     standard, _ = time("standard")
     ladder, least = time("ladder")
     assert least <= ladder < 0.95 * standard
-    standard, _ = time("standard", launch_us=1e-6, streams_together=1.0)
-    ladder, _ = time("ladder", launch_us=1e-6, streams_together=1.0)
+    standard, _ = time("standard", launch_us=1e-6, both=1.0)
+    ladder, _ = time("ladder", launch_us=1e-6, both=1.0)
     assert ladder == pytest.approx(standard, rel=4e-3)
 
 
@@ -207,7 +205,7 @@ RECORDED = {
 
 
 def test_recorded_steps_on_one_gpu() -> None:
-    """One number is fitted to these and others, `streams_together`."""
+    """Of smaller tiles than today's, to which `streams together` is fitted."""
     config = replace(model_config("quarter-8b"), plan=resolve_plan("ladder", 8), num_layers=8)
     errors = []
     for (weights, batch), us in RECORDED.items():

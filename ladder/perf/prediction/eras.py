@@ -51,7 +51,7 @@ def every(about: Mapping[str, Any]) -> bool:
 def era_of(about: Mapping[str, Any]) -> Era:
     """By what a record says of its machine."""
     commit = str(about.get("commit"))
-    if str(about.get("date", NEWER_KERNELS)) < NEWER_KERNELS or commit.startswith(OLDER_COMMITS):
+    if before(about, NEWER_KERNELS) or commit.startswith(OLDER_COMMITS):
         return "older"
     if earlier(about) or commit.startswith(BEHIND_COMMITS):
         return "behind"
@@ -59,13 +59,13 @@ def era_of(about: Mapping[str, Any]) -> Era:
         return "inside"
     if commit.startswith(BESIDE_COMMITS):
         return "beside"
-    rides = str(about.get("date", TWO_STREAMS)) < TWO_STREAMS or commit.startswith(RIDING_COMMITS)
-    if rides:
+    if before(about, TWO_STREAMS) or commit.startswith(RIDING_COMMITS):
         return "riding"
     if commit.startswith(BRANCHING_COMMITS):
         return "branching"
-    narrow = str(about.get("date", WIDE_TILES)) < WIDE_TILES or commit.startswith(NARROW_COMMITS)
-    return "narrow" if narrow else "today"
+    if before(about, WIDE_TILES) or commit.startswith(NARROW_COMMITS):
+        return "narrow"
+    return "today"
 
 
 def of_era(era: Era) -> Chosen:
@@ -73,9 +73,14 @@ def of_era(era: Era) -> Chosen:
     return lambda about: era_of(about) == era
 
 
+def before(about: Mapping[str, Any], day: str) -> bool:
+    """Whether a record says that it was made before that day."""
+    return str(about.get("date", day)) < day
+
+
 def earlier(about: Mapping[str, Any]) -> bool:
     """Whether a record was made before RIDES_INSIDE."""
-    return str(about.get("date", RIDES_INSIDE)) < RIDES_INSIDE
+    return before(about, RIDES_INSIDE)
 
 
 def as_then(machine: Machine, era: Era) -> tuple[Machine, Kernels]:
