@@ -1,7 +1,7 @@
 """Times of whole decode steps with other cuts of their products, in turns, on one GPU.
 
     python benchmarks/cuts.py --cuts down=4x1024x2,2x4096x8 gate-up=1x2048x4 [--model llama-3-8b]
-        [--plan ladder] [--batch 1] [--weights fp8] [--layers 8] [--context 1024]
+        [--plan ladder] [--batch 1] [--weights fp8] [--layers 8] [--context 1024] [--ranks 4]
 
 A cut is BLOCKxSTEPxWARPS; of products in tiles (3 rows and more) BLOCKxSTEPxWARPSxSTAGES, and then
 xPARTS; `s` behind it swaps the operands (`ladder.kernels.decode_shapes.Cut`). Products: qkv, o,
@@ -9,6 +9,10 @@ gate-up, down, head. They are tried one after the other. The cuts of a product t
 best so far, which is what `decode_shapes.blocks` chooses until a cut takes 0.2 % less. Chains of
 products (products.py) do not tell which cuts are fast in a step: there the next kernel is another
 one, and begins before a product has ended.
+
+With --ranks the model is one rank's part: its products push as one of so many ranks does, but to
+slots of all ranks on its own GPU, and landings wait for these. That is what a rank's step takes
+beside the links.
 
 Random weights and cache. A cut whose logits are not those of today's but for rounding is named and
 not timed, and makes the exit status 1. The last line is JSON, in microseconds a step.
@@ -24,6 +28,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -36,9 +41,12 @@ from ladder.infer.graphs import time_turns
 from ladder.infer.sampling import Sampling
 from ladder.kernels import decode_shapes
 from ladder.kernels.decode_shapes import Cut, power_of_2
+from ladder.kernels.landing import PushTarget
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
+from ladder.models.in_flight import InFlight
 from ladder.parallel import launch
+from ladder.parallel.decode import DecodePass, DecodeReducer
 from ladder.parser import Parser, parse_words
 from ladder.records import facts
 
@@ -99,6 +107,38 @@ def cut_as(chosen: Mapping[Key, Cut]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def pushing_to_itself(ranks: int) -> Iterator[None]:
+    """Within, decode steps push to slots of so many ranks, all of them this GPU's; 1: to none."""
+    begin = DecodeReducer.__init__
+    found: dict[tuple[DecodeReducer, torch.Size], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def reducer(self: DecodeReducer, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        self.pushes = True
+
+    def new_slots(self: DecodePass) -> tuple[InFlight[torch.Tensor], PushTarget]:
+        like, decode = self.residual.flatten(0, -2), self.decode
+        if (decode, like.shape) not in found:  # before a step is captured
+            slots = like.new_full((decode.sets, ranks, *like.shape), -0.0)  # empty
+            # So that what rank 0 pushes to each rank's slots is in those of all ranks here.
+            addresses = [slots[0, rank].data_ptr() for rank in range(ranks)]
+            found[decode, like.shape] = slots, torch.tensor(addresses, device=like.device)
+        slots, buffers = found[decode, like.shape]
+        chosen = slots[self.turn % decode.sets]
+        self.turn += 1
+        return InFlight(chosen), PushTarget(buffers, chosen.storage_offset(), 0, ranks)
+
+    if ranks == 1:
+        yield
+        return
+    with (
+        mock.patch.object(DecodeReducer, "__init__", reducer),
+        mock.patch.object(DecodePass, "_new_slots", new_slots),
+    ):
+        yield
+
+
 def capture(engine: Engine, batch: int, context: int) -> Session:
     """A session whose step is captured, over random keys and values."""
     session = Session(engine.model, batch, context + 128, Sampling(), fused=True, graphs=True)
@@ -143,6 +183,13 @@ def in_turns(sessions: Mapping[str, Session], context: int) -> dict[str, float]:
 
 @torch.inference_mode()
 def main(options: argparse.Namespace) -> int:
+    if options.ranks < 1:
+        raise UserError(f"--ranks {options.ranks}: give 1 (nothing is pushed) or more")
+    with pushing_to_itself(options.ranks):
+        return tried(options)
+
+
+def tried(options: argparse.Namespace) -> int:
     device = launch.join("cuda")
     point = InferencePoint(
         options.model, options.plan, "async", 1, options.batch, options.context, 1,
@@ -189,6 +236,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--weights", default="bf16")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--ranks", type=int, default=1)
     return parse_words(parser)
 
 

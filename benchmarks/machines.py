@@ -89,7 +89,8 @@ TODAY = (
 )
 # Of four H200s: what is taken of a file of `ladder bench machine`, and records to calibrate by.
 FOUR_MEASURED = "2026-11-27-machine-h200x4.json"
-FOUR_PARTS = "exchange", "peer-copy", "product_beside_direct", "direct_beside_product"
+FOUR_PARTS = "exchange", "product_beside_direct", "direct_beside_product"
+PEERS_MEASURED, PEERS_PARTS = "2026-11-29-machine-peer-h200x4.json", ("peer-copy",)
 MISSING = "more rows", "converted (weights=fp8)", "converted (weights=int8)"
 FOUR_CALIBRATION = (
     "2026-11-27-inference-again-h200x4.jsonl",
@@ -283,7 +284,8 @@ def four_before() -> Machine:
 def four_then() -> Machine:
     """Four GPUs, with what was measured of what is between them, and fitted to passes of today's
     kernels but for those of decode steps: attention read keys after its wait."""
-    found = with_measured(four_before(), [taken(FOUR_MEASURED, FOUR_PARTS)])
+    files = [taken(FOUR_MEASURED, FOUR_PARTS), taken(PEERS_MEASURED, PEERS_PARTS)]
+    found = with_measured(four_before(), files)
     found = replace(found, values={**found.values, **FOUR_BY_HAND})
     return with_missing(calibrated(found, *(RESULTS / file for file in FOUR_CALIBRATION)))
 

@@ -28,15 +28,17 @@ NAMES = (
     "inference-beside", "fp8-beside", "fp8-landings", "inference-keys", "inference-keys-64",
     "table1-8b", "train-8b", "fp8-halves", "2b-class", "70b", "fp8-half-8b", "fp8-one-half-8b",
     "inference-apart", "fp8-apart", "2b-class-apart", "70b-apart", "table1-apart", "plans-apart",
-    "nccl-apart", "prompts-auto", "train-backward",
+    "nccl-apart", "prompts-auto", "train-backward", "fp8", "train-operators",
 )  # fmt: skip
-# The second: operators without entries in the table, which has them now.
-OLDER = ("2026-11-21-train-h200x4.jsonl", "2026-11-26-train-h100x2.jsonl")
+# The second: operators without entries in the table, which has them now. The third: fitted.
+OLDER = (
+    "2026-11-21-train-h200x4.jsonl", "2026-11-26-train-h100x2.jsonl", "2026-11-26-fp8-h100.jsonl",
+)  # fmt: skip
 LEAST_TOKENS = 16  # of a decode step's record; the first ones are slower than the rest
 
 
 def files() -> list[Path]:
-    pattern = "2026-11-2[1-8]-{}-h[12]00*.jsonl"
+    pattern = "2026-11-2[1-9]-{}-h[12]00*.jsonl"
     found = [path for name in NAMES for path in RESULTS.glob(pattern.format(name))]
     return sorted(path for path in found if path.name not in OLDER)
 

@@ -17,6 +17,7 @@ from ladder.comm.primitives import (
     flush,
     load,
     peer,
+    peers,
     push_to_slots,
     put_tile,
     receive,
@@ -98,7 +99,8 @@ def push_kernel(
     """Words into the slots of every rank."""
     i = tl.arange(0, BLOCK)
     bits = tl.load(values + i, mask=i < n, other=0)
-    push_to_slots(buffers, rank * BLOCK, i, bits, i < n, rank, WORLD, tl.int32, EMPTY)
+    slots = peers(buffers, rank, WORLD, tl.int32)
+    push_to_slots(slots, rank * BLOCK, i, bits, i < n, WORLD, EMPTY)
 
 
 @jit

@@ -63,11 +63,11 @@ def peer(buffers, rank, BITS: tl.constexpr):
 
 @jit
 @no_type_check
-def peers(buffers, rank, WORLD: tl.constexpr):
-    """Pointers to the memory of `rank`, rank + 1, ..., as 32-bit words; a tuple."""
+def peers(buffers, rank, WORLD: tl.constexpr, BITS: tl.constexpr):
+    """Pointers of type BITS to the memory of `rank`, rank + 1, ...; a tuple."""
     found = ()
     for i in tl.static_range(WORLD):
-        found += (peer(buffers, rotate(i, rank, WORLD), tl.int32),)
+        found += (peer(buffers, rotate(i, rank, WORLD), BITS),)
     return found
 
 
@@ -203,17 +203,14 @@ def sendable(bits, EMPTY: tl.constexpr):
 
 @jit
 @no_type_check
-def push_to_slots(
-    buffers, start, offsets, bits, inside, FIRST: tl.constexpr, WORLD: tl.constexpr,
-    BITS: tl.constexpr, EMPTY: tl.constexpr,
-):  # fmt: skip
-    """Store `bits`, integers of type BITS, at start + offsets of every rank's slots, also its own.
+def push_to_slots(slots, start, offsets, bits, inside, WORLD: tl.constexpr, EMPTY: tl.constexpr):
+    """Store `bits` at start + offsets of every rank's slots, also its own, in the order of `slots`.
 
-    FIRST: the rank whose slots are written first. Weak stores; each word is its own flag.
+    slots: `peers`, of the type of `bits`. Weak stores; each word is its own flag.
     """
     bits = sendable(bits, EMPTY)
     for i in tl.static_range(WORLD):
-        store(peer(buffers, rotate(i, FIRST, WORLD), BITS) + start + offsets, bits, inside)
+        store(slots[i] + start + offsets, bits, inside)
 
 
 @jit

@@ -68,7 +68,7 @@ def _push_all_reduce(
     begin(PDL)
     program = tl.program_id(0)
     epoch = tl.load(epochs + program)
-    bases = peers(buffers, rank, WORLD)
+    bases = peers(buffers, rank, WORLD, tl.int32)
     own = bases[0]
     current = (epoch % SETS) * WORLD * stride
     previous = ((epoch + SETS - 1) % SETS) * WORLD * stride

@@ -96,7 +96,7 @@ def _two_shot_all_reduce(
     epoch = tl.load(epochs + program)
     scatter = (epoch % SETS) * (KINDS * WORLD) * stride
     gather = scatter + (KINDS - 1) * WORLD * stride
-    bases = peers(buffers, rank, WORLD)
+    bases = peers(buffers, rank, WORLD, tl.int32)
     own = bases[0]
     chunks = (tl.cdiv(shard, BLOCK) - program + programs - 1) // programs  # of this program
     sums: tl.constexpr = AHEAD if SCATTERS else 0  # the step in which the first chunk is summed

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.comm.primitives import EMPTY, SPIN_LIMIT, clear, push_to_slots, receive_sum
+from ladder.comm.primitives import EMPTY, SPIN_LIMIT, clear, peers, push_to_slots, receive_sum
 from ladder.jit import (
     gdc_launch_dependents,
     gdc_wait,
@@ -132,19 +132,29 @@ def _land_chunk(
 
 @jit
 @no_type_check
+def _targets(buffers, PUSH: tl.constexpr, WORLD: tl.constexpr, BITS: tl.constexpr):
+    """Every rank's slots, for `_finish`; nothing unless PUSH."""
+    found = ()
+    if PUSH:
+        found = peers(buffers, 0, WORLD, BITS)
+    return found
+
+
+@jit
+@no_type_check
 def _finish(
-    y, m, n, inside, out, add, factor, buffers, start, N, M: tl.constexpr, KIND: tl.constexpr,
+    y, m, n, inside, out, add, factor, targets, start, N, M: tl.constexpr, KIND: tl.constexpr,
     ADD: tl.constexpr, STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr,
     WORLD: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """Store rows m and columns n of a product, add `add`, and push the sum."""
+    """Store rows m and columns n of a product, add `add`, and push the sum to `_targets`."""
     if STORE:
         tl.store(out + m * N + n, y.to(KIND), mask=inside)
     if ADD:
         y += tl.load(add + m * N + n, mask=inside, other=0).to(tl.float32) * factor
     if PUSH:
         bits = y.to(KIND).to(BITS, bitcast=True)
-        push_to_slots(buffers, start, (RANK * M + m) * N + n, bits, inside, 0, WORLD, BITS, EMPTY)
+        push_to_slots(targets, start, (RANK * M + m) * N + n, bits, inside, WORLD, EMPTY)
     elif not STORE:
         tl.store(out + m * N + n, y.to(KIND), mask=inside)
 
@@ -156,6 +166,7 @@ def _send_kernel(
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: CHUNK elements of a row."""
+    targets = peers(buffers, RANK, WORLD, BITS)  # so that nothing waits for it at the end
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -164,7 +175,7 @@ def _send_kernel(
     i = (program % chunks) * CHUNK + tl.arange(0, CHUNK)
     at = (program // chunks).to(tl.int64) * D + i
     bits = tl.load(partial + at, mask=i < D, other=0).to(BITS, bitcast=True)
-    push_to_slots(buffers, start + RANK * M * D, at, bits, i < D, RANK, WORLD, BITS, EMPTY)
+    push_to_slots(targets, start + RANK * M * D, at, bits, i < D, WORLD, EMPTY)
 
 
 @kernel("landing")

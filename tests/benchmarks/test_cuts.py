@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from ladder.config import model_config
 from ladder.kernels import decode_shapes
 from ladder.kernels.decode_shapes import Cut
+from ladder.models import resolve_plan
 from ladder.models.errors import UserError
+from ladder.models.reducer import Reducer
+from ladder.parallel.decode import DecodePass, DecodeReducer
 from tests import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -42,6 +48,27 @@ def test_a_cut(text: str, rows: int, expected: Cut) -> None:
 def test_what_is_no_cut_is_refused(word: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         cuts.parse_cuts([word], 1, KEYS)
+
+
+def test_what_is_pushed_to_all_ranks_is_in_the_own_slots_of_all() -> None:
+    made = Reducer(), resolve_plan("ladder", 2)
+    decode = DecodeReducer(*made)
+    residual = torch.zeros(3, 1, 8, dtype=torch.bfloat16)
+    with cuts.pushing_to_itself(4):
+        pushing = DecodeReducer(*made)
+        step: Any = SimpleNamespace(decode=pushing, residual=residual, turn=0)
+        found = [DecodePass._new_slots(step) for _ in range(pushing.sets + 1)]
+    assert pushing.pushes
+    assert not decode.pushes
+    for arriving, target in found:
+        slots = arriving.wait()
+        assert slots.shape == (4, 3, 8)
+        assert torch.signbit(slots).all()
+        assert (target.rank, target.world) == (0, 4)
+        places = target.buffers + 2 * target.start
+        assert places.tolist() == [each.data_ptr() for each in slots]
+    assert found[0][1].start == found[-1][1].start
+    assert len({target.start for _, target in found}) == pushing.sets
 
 
 def test_only_the_named_product_is_cut_otherwise() -> None:

@@ -223,6 +223,7 @@ OF_TABLE = [
     *(RESULTS / f"2026-11-28-{kind}-h200x4.jsonl" for kind in OF_FOUR_AGAIN),
     *(RESULTS / f"2026-11-28-ops-gradients-h200x{ranks}.jsonl" for ranks in (2, 4)),
     *(RESULTS / f"2026-11-28-ops-{kind}-h200x2.jsonl" for kind in OF_TWO_AGAIN),
+    RESULTS / "2026-11-29-ops-train-h200x4.jsonl",
 ]  # fmt: skip
 
 

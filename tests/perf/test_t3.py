@@ -207,12 +207,12 @@ def test_our_own_machine_as_the_system(
     """Products, links and memory at the rates of a machine's file."""
     ours = system_of(load("h200x4"))
     assert ours.flops == pytest.approx(1e12 * load("h200x4").value("matrix_tflop_s"))
-    assert ours.link == pytest.approx(2**28 / 688.44e-6, rel=1e-3)
+    assert ours.link == pytest.approx(2**28 / 689.86e-6, rel=1e-3)
     assert ours.switch * ours.burst == pytest.approx(SYSTEM.switch * SYSTEM.burst)
     monkeypatch.setattr(sweep, "DEGREES", (8,))
     assert main(["predict", "t3", "--sweep", "--machine", "h200x4"]) == 0
     said = capsys.readouterr().out
-    assert "over one link of 390 GB/s" in " ".join(said.split())
+    assert "over one link of 389 GB/s" in " ".join(said.split())
     assert " NO " not in said
     for words, line in (
         (["--machine", "h200x4"], "--machine=h200x4 is of --sweep"),

@@ -148,6 +148,11 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         ("28-prompts-auto-h200x4", "h200x4", "prefill", 6, (2.1, 4.2, 4.2)),
         ("28-train-h200x4", "h200x4", "train", 6, (1.2, 2.1, 2.1)),
         ("28-train-backward-h200x2", "h200x2", "train", 8, (3.8, 5.5, 5.5)),
+        ("29-inference-h200x4", "h200x4", "decode", 12, (1.7, 3.5, 4.9)),
+        ("29-inference-h200x4", "h200x4", "prefill", 12, (2.0, 4.3, 4.4)),
+        ("29-fp8-h200x4", "h200x4", "decode", 12, (2.6, 5.5, 5.7)),
+        ("29-fp8-h200x4", "h200x4", "prefill", 12, (3.0, 5.5, 7.4)),
+        ("29-train-operators-h200x4", "h200x4", "train", 6, (1.4, 2.3, 2.3)),
         # Half of it with riders; its few steps of 16 follow a prompt.
         ("28-lagging-half-8b-h200x2", "h200x4", "decode", 16, (4.9, 8.5, 9.9)),
     ],
@@ -194,7 +199,7 @@ def test_four_gpus_calibrated_by_their_own_model_without_communication() -> None
     [
         ("decode", 20, (1.5, 3.8, 3.9), 2.2),
         ("prefill", 20, (2.4, 5.5, 5.7), 10.2),
-        ("train", 6, (3.0, 5.0, 5.0), 2.7),
+        ("train", 6, (3.0, 5.0, 5.0), 1.8),
     ],
 )
 def test_a_measured_machine_of_four_gpus(
@@ -208,6 +213,8 @@ def test_a_measured_machine_of_four_gpus(
     machine = calibrated(read(RESULTS / "2026-11-27-machine-h200x4.json"), *files)
     found = scores(files, machine, phase)
     check_held_out(found, points, limits)
+    if phase == "train":  # by the operators that the table has now
+        found = scores([RESULTS / "2026-11-29-train-operators-h200x4.jsonl"], machine, phase)
     ranked = rankings(found)
     off = [abs(error) for each in ranked for error in each.speedup]
     assert sum(off) / len(off) <= speedup
