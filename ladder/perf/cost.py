@@ -97,7 +97,10 @@ class DecodeCost:
         }
         self.stored = weights
         self.kernels = kernels
-        self.rows = batch  # whose curve prices products; if fewer, what is between it and 64 rows'
+        # Whose curve prices products. That of 32 is of other tiles than today's (`decode_shapes`):
+        # products of 17 to 63 take what is between 16 and 64.
+        alike = kernels.rides == "nothing" and weights == "bf16" and 16 < batch < 64
+        self.rows = 16 if alike else batch
         self.heads = batch * max(1, config.num_kv_heads // tp)
         self.message = BF16 * batch * config.hidden_size
         self.slowdowns = Slowdowns(machine)
@@ -128,10 +131,6 @@ class DecodeCost:
         two_streams = self.kernels.rides == "nothing"
         branches = self.batch <= self.kernels.branches
         graph = decode(plan, way, branches) if two_streams else riding(plan, way)
-        # Curves of 32 rows are of other tiles than today's, which take what is between 16 and 64
-        # rows (`decode_shapes`).
-        alike = two_streams and self.stored == "bf16" and 16 < self.batch < 64
-        self.rows = 16 if alike else self.batch
         self._alone, self._known, self.crossing = {}, {}, {}
         for each in graph.operations:
             others = [graph.operations[need] for need in each.needs]
