@@ -109,7 +109,8 @@ def cut_as(chosen: Mapping[Key, Cut]) -> Iterator[None]:
 
 @contextmanager
 def pushing_to_itself(ranks: int) -> Iterator[None]:
-    """Within, decode steps push to slots of so many ranks, all of them this GPU's; 1: to none."""
+    """Within, decode steps push to slots of so many ranks, all of them this GPU's. With 1 nothing
+    is changed."""
     begin = DecodeReducer.__init__
     found: dict[tuple[DecodeReducer, torch.Size], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -186,10 +187,10 @@ def main(options: argparse.Namespace) -> int:
     if options.ranks < 1:
         raise UserError(f"--ranks {options.ranks}: give 1 (nothing is pushed) or more")
     with pushing_to_itself(options.ranks):
-        return tried(options)
+        return try_cuts(options)
 
 
-def tried(options: argparse.Namespace) -> int:
+def try_cuts(options: argparse.Namespace) -> int:
     device = launch.join("cuda")
     point = InferencePoint(
         options.model, options.plan, "async", 1, options.batch, options.context, 1,

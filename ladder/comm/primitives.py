@@ -32,7 +32,7 @@ from typing import no_type_check
 
 from ladder.jit import INTERPRETED, jit, tl
 
-# The content of an empty slot, by element size in bytes: the bits of -0.0.
+# The content of an empty slot, by element size in bytes: the bits of -0.0, the least integer.
 EMPTY = {2: -(2**15), 4: -(2**31)}
 SPIN_LIMIT = 1 << 27  # polls of an empty slot, over a minute, before the kernel traps
 # Whether these functions are compiled: Triton's interpreter has no assembly.
@@ -56,7 +56,7 @@ def rotate(i, rank, WORLD: tl.constexpr, PER=1):
 def peer(buffers, rank, BITS: tl.constexpr):
     """A pointer of type BITS to the memory of `rank`; aligned for 16-byte accesses.
 
-    A weak load of the table, which the host wrote before the launch.
+    A weak load of the table, which the host has written, or a kernel that has ended.
     """
     return tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(BITS)), 16)
 
@@ -261,7 +261,7 @@ def receive(
     spins = 0
     while missing > 0:
         arrived = ()
-        empty = tl.zeros_like(offsets)
+        least = tl.zeros_like(offsets)
         for other in tl.static_range(WORLD):
             word = tl.load(
                 slots + other * stride + offsets,
@@ -271,9 +271,9 @@ def receive(
             )
             arrived += (word,)
         for other in tl.static_range(WORLD):
-            empty |= (arrived[other] == EMPTY).to(tl.int32)
+            least = tl.minimum(least, arrived[other])
         words = arrived
-        missing = tl.max(empty)
+        missing = (tl.min(least) == EMPTY).to(tl.int32)
         spins = count_spin(spins, SPIN_LIMIT)
     return words
 
@@ -301,12 +301,12 @@ def receive_sum(
         # One vector per rank, not a matrix over the ranks: a sum across warps would need shared
         # memory, and a kernel that needs much of it cannot run beside one that needs little.
         arrived = total
-        empty = tl.zeros(total.shape, tl.int32)
+        least = tl.zeros(total.shape, slots.dtype.element_ty)
         for other in tl.static_range(WORLD):
             bits = tl.load(slots + other * stride, mask=inside, other=0, volatile=True)
-            empty |= (bits == EMPTY).to(tl.int32)
+            least = tl.minimum(least, bits)
             arrived += bits.to(kind, bitcast=True).to(tl.float32)
-        missing = tl.max(empty)
+        missing = (tl.min(least) == EMPTY).to(tl.int32)
         spins = count_spin(spins, SPIN_LIMIT)
     return arrived
 

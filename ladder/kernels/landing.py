@@ -120,13 +120,15 @@ def _land_chunk(
     for k in tl.static_range(SUMS):
         slot = (sum0 if k == 0 else sum1).to(tl.pointer_type(BITS)) + at
         total = receive_sum(slot, M * D, inside, total, kind, WORLD, EMPTY, SPIN_LIMIT)
-        clear(slot, M * D, 0, inside, -1, WORLD, EMPTY)
     if OWNS > 0:
         total += tl.load(own0 + at, mask=inside, other=0).to(tl.float32) * factor0
     if OWNS > 1:
         total += tl.load(own1 + at, mask=inside, other=0).to(tl.float32) * factor1
     rounded = total.to(kind)
     tl.store(out + at, rounded, mask=inside)
+    for k in tl.static_range(SUMS):  # here fewer registers are taken
+        slot = (sum0 if k == 0 else sum1).to(tl.pointer_type(BITS)) + at
+        clear(slot, M * D, 0, inside, -1, WORLD, EMPTY)
     return rounded.to(tl.float32)
 
 
@@ -166,10 +168,10 @@ def _send_kernel(
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: CHUNK elements of a row."""
-    targets = peers(buffers, RANK, WORLD, BITS)  # so that nothing waits for it at the end
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    targets = peers(buffers, RANK, WORLD, BITS)
     chunks: tl.constexpr = (D + CHUNK - 1) // CHUNK
     program = tl.program_id(0)
     i = (program % chunks) * CHUNK + tl.arange(0, CHUNK)

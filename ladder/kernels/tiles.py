@@ -9,11 +9,6 @@ from ladder.kernels.eight_bits import power, widened
 from ladder.kernels.landing import _finish, _targets
 from ladder.kernels.pieces import _LOW
 
-# Rows up to which a tile reads before its loop what its end needs beside the sums. Otherwise every
-# product ends a read later. Steps of 64 sequences in fp8 took 1 % longer so: registers.
-AHEAD = 16
-_AHEAD = AHEAD if tl is None else tl.constexpr(AHEAD)
-
 
 @jit
 @no_type_check
@@ -97,8 +92,8 @@ def _tile(
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, GIVES: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
-    ALIGN: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    SWAP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of the weight, of up to BN, in steps of BK columns; STAGES in shared memory.
 
@@ -141,7 +136,7 @@ def _tile(
             scale_rows += tl.where(across < BN, 0, up_scales.to(tl.int64) - scales.to(tl.int64))
         scale = _block_scales(scales, scale_rows, part, scaled < end, blocks)
     SCALED: tl.constexpr = (scales is not None) & (BLOCK == 0)
-    if MP <= _AHEAD:
+    if AHEAD:
         own, of_up = _row_scales(scales, up_scales, n, end, GATED, SCALED)
         targets = _targets(buffers, PUSH, WORLD, BITS)
     if PDL:
@@ -195,7 +190,7 @@ def _tile(
         norm = tl.rsqrt(tl.sum(parts, 1, keep_dims=True) / K + eps)
         if HALF:
             norm = norm / shrink[:, None]
-    if MP > _AHEAD:
+    if not AHEAD:
         own, of_up = _row_scales(scales, up_scales, n, end, GATED, SCALED)
         targets = _targets(buffers, PUSH, WORLD, BITS)
     y = _scaled(total, total_up, own, of_up, norm, GATED, NORM, SCALED)
@@ -213,7 +208,7 @@ def _tile_of_pieces(
     ADD: tl.constexpr, STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr,
     WORLD: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, GIVES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr,
+    AHEAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """As `_tile`, of x that is given in pieces (ladder.kernels.pieces) and a weight in e4m3.
 
@@ -235,7 +230,7 @@ def _tile_of_pieces(
     i = tl.arange(0, 2 * PARTS * MP)[:, None]
     m_x, columns_x = i % MP, i // MP % PARTS * WIDTH + columns
     rows_x = (i // (PARTS * MP) * M + m_x) * K
-    if MP <= _AHEAD:
+    if AHEAD:
         own, of_up = _row_scales(scales, up_scales, n, end, GATED, True)
         targets = _targets(buffers, PUSH, WORLD, BITS)
     if PDL:
@@ -266,7 +261,7 @@ def _tile_of_pieces(
         total, total_up = _halves(total, MP, BN)
     if NORM:
         norm *= tl.rsqrt(tl.sum(parts, 1, keep_dims=True) / K + eps)
-    if MP > _AHEAD:
+    if not AHEAD:
         own, of_up = _row_scales(scales, up_scales, n, end, GATED, True)
         targets = _targets(buffers, PUSH, WORLD, BITS)
     y = _scaled(total, total_up, own, of_up, norm, GATED, True, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,11 @@ def test_a_cut(text: str, rows: int, expected: Cut) -> None:
 def test_what_is_no_cut_is_refused(word: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         cuts.parse_cuts([word], 1, KEYS)
+
+
+def test_less_than_one_rank_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--ranks 0: give 1"):
+        cuts.main(Namespace(ranks=0))
 
 
 def test_what_is_pushed_to_all_ranks_is_in_the_own_slots_of_all() -> None:

@@ -189,7 +189,7 @@ ALL, ROW = (
     "tl.load(partial + offsets, mask=inside, other=0)",
     "tl.load(place, mask=inside, other=0)",
 )
-MISSING = "missing = tl.max(empty)"
+MISSING = "missing = (tl.min(least) == EMPTY).to(tl.int32)"
 CLEARS = {
     "push": "clear(own + previous, stride, offsets, offsets < stride, rank, WORLD, EMPTY)",
     "scatter": "clear(own + scatter, stride, offsets, inside, rank, WORLD, EMPTY)",

@@ -105,7 +105,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "push": check_push, "receive": check_receive, "receive_sum": check_receive_sum,
 }  # fmt: skip
 
-MISSING, LATEST = "        missing = tl.max(empty)", "            empty |= "
+MISSING = "        missing = (tl.min(least) == EMPTY).to(tl.int32)"
+FIRST_WORD, LEAST = MISSING.replace("tl.min", "tl.max"), "tl.minimum(least, "
 REPLACED = "tl.where(bits == EMPTY, 0, bits)"
 CLEARED = "EMPTY, mask=inside & (rank != other))"
 EARLY, SENT, NOT = "words from before", "a word that was sent is empty", "slots are not clear"
@@ -121,22 +122,22 @@ MUTATIONS: dict[str, tuple[str, Any, str, str, str]] = {
     ),
     "receive: no wait": ("receive", primitives.receive, MISSING, "        missing = 0", EARLY),
     "receive: waits for the first word": (
-        "receive", primitives.receive, MISSING, MISSING.replace("max", "min"), EARLY,
+        "receive", primitives.receive, MISSING, FIRST_WORD, EARLY,
     ),
     "receive: waits for the last rank": (
-        "receive", primitives.receive, LATEST, LATEST.replace("|", ""), EARLY,
+        "receive", primitives.receive, LEAST, "(", EARLY,
     ),
     "receive: waits for the first rank": (
-        "receive", primitives.receive, "(arrived[other] == ", "(arrived[0] == ", EARLY,
+        "receive", primitives.receive, LEAST + "arrived[other]", LEAST + "arrived[0]", EARLY,
     ),
     "receive_sum: no wait": (
         "receive_sum", primitives.receive_sum, MISSING, "        missing = 0", EARLY,
     ),
     "receive_sum: waits for the first word": (
-        "receive_sum", primitives.receive_sum, MISSING, MISSING.replace("max", "min"), EARLY,
+        "receive_sum", primitives.receive_sum, MISSING, FIRST_WORD, EARLY,
     ),
     "receive_sum: waits for the last rank": (
-        "receive_sum", primitives.receive_sum, LATEST, LATEST.replace("|", ""), EARLY,
+        "receive_sum", primitives.receive_sum, LEAST, "(", EARLY,
     ),
     "receive_sum: adds each look": (
         "receive_sum", primitives.receive_sum, "        arrived = total\n", "", EARLY,

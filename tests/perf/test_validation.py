@@ -152,7 +152,7 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         ("29-inference-h200x4", "h200x4", "prefill", 12, (2.0, 4.3, 4.4)),
         ("29-fp8-h200x4", "h200x4", "decode", 12, (2.6, 5.5, 5.7)),
         ("29-fp8-h200x4", "h200x4", "prefill", 12, (3.0, 5.5, 7.4)),
-        ("29-train-operators-h200x4", "h200x4", "train", 6, (1.4, 2.3, 2.3)),
+        ("29-train-operators-h200x4", "h200x4", "train", 6, (1.2, 1.5, 1.5)),
         # Half of it with riders; its few steps of 16 follow a prompt.
         ("28-lagging-half-8b-h200x2", "h200x4", "decode", 16, (4.9, 8.5, 9.9)),
     ],
