@@ -44,9 +44,6 @@ from ladder.kernels.vectors import _product
 from ladder.models.eight_bits import BLOCK
 from ladder.models.storage import dequantise, is_quantised
 
-# Rows, padded, up to which a tile reads before its loop what its end needs: else every product ends
-# a read later. Steps of 64 sequences in fp8 took 1 % longer so, for want of registers.
-AHEAD = 16
 Scales = tuple[Tensor, Tensor | None]  # of `weight` and `up`: see ladder.models.quantised
 
 
@@ -131,8 +128,7 @@ def project(
     converted in registers but for `pieces`, and the sum of a row, or of a block's columns, is
     multiplied by its scale. fixed: no kernel that may still run when this is launched writes the
     weights, their scales or the target's addresses, so they are read before the previous one has
-    ended. beside: other kernels are meant to
-    run at the same time. out: memory for the result.
+    ended. beside: other kernels are meant to run at the same time. out: memory for the result.
     """
     rows, size = x.shape
     outputs, gives = weight.shape[0], gives or x.dtype
@@ -196,7 +192,8 @@ def project(
         RANK=0 if push is None else push.rank, WORLD=1 if push is None else push.world,
         BITS=bits_of(x), EMPTY=EMPTY[x.element_size()], STAGES=stages,
         BLOCK=BLOCK if blocked else 0, EARLY=decode_shapes.EARLY,
-        AHEAD=fixed and padded <= AHEAD, ROWS=own, PARTS=parts, SWAP=swapped, ALIGN=align,
+        AHEAD=fixed and padded <= decode_shapes.MOST_AHEAD,
+        ROWS=own, PARTS=parts, SWAP=swapped, ALIGN=align,
         FIXED=fixed or stages > 0,  # L2, into which these are brought early, is never stale
         KIND=multiplied(x.dtype) if pieces is None or interpreted() else tl.float8e4nv,
         GIVES=element(gives), num_warps=warps,

@@ -12,6 +12,9 @@ MAX_VECTOR_ROWS = 2
 # Steps of a product on tensor cores whose weights are brought into L2 before its wait: 1 to 4 % of
 # a layer at 4, 16 and 64 rows (benchmarks/results/README.md), when steps of 4 and 16 were shorter.
 EARLY = 2
+# Rows, padded, up to which a tile reads before its loop what its end needs: else every product ends
+# a read later. Steps of 64 sequences in fp8 took 1 % longer so, for want of registers.
+MOST_AHEAD = 16
 # Of 33 to 64 rows beside other kernels, products of so many outputs have tiles of 64 of them
 # (`_wide`). Alone they need all SMs; others were not measured.
 MIDDLE = range(4096, 32 * MULTIPROCESSORS + 1)

@@ -117,8 +117,10 @@ def _land_chunk(
     total = tl.zeros([CHUNK], tl.float32)
     if not REPLACES:
         total += tl.load(residual + at, mask=inside, other=0).to(tl.float32)
+    slots = ()
     for k in tl.static_range(SUMS):
         slot = (sum0 if k == 0 else sum1).to(tl.pointer_type(BITS)) + at
+        slots += (slot,)
         total = receive_sum(slot, M * D, inside, total, kind, WORLD, EMPTY, SPIN_LIMIT)
     if OWNS > 0:
         total += tl.load(own0 + at, mask=inside, other=0).to(tl.float32) * factor0
@@ -127,8 +129,7 @@ def _land_chunk(
     rounded = total.to(kind)
     tl.store(out + at, rounded, mask=inside)
     for k in tl.static_range(SUMS):  # here fewer registers are taken
-        slot = (sum0 if k == 0 else sum1).to(tl.pointer_type(BITS)) + at
-        clear(slot, M * D, 0, inside, -1, WORLD, EMPTY)
+        clear(slots[k], M * D, 0, inside, -1, WORLD, EMPTY)
     return rounded.to(tl.float32)
 
 

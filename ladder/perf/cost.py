@@ -15,8 +15,6 @@ change of stream takes all of it, or what was measured (`_turn`). What runs at o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
 from statistics import NormalDist
 
 from ladder.costs import BF16, MULTIPROCESSORS, product_shapes, stored_bytes
@@ -39,6 +37,7 @@ from ladder.perf.machine import (
     worst,
 )
 from ladder.perf.riders import TODAY, Kernels, added
+from ladder.perf.rows import between, more_rows, rows_measured
 from ladder.perf.slowdowns import Slowdowns, resource
 
 WAY = {"push": "push", "async": "nccl"}
@@ -122,7 +121,7 @@ class DecodeCost:
         curves = self.machine.family("streams together")
         known = {str(each.where["weights"]): each.points for each in curves} or STREAMS_TOGETHER
         if self.stored in known and self.kernels.wide:
-            return _between(known[self.stored], self.batch)
+            return between(known[self.stored], self.batch)
         return self.machine.value("streams_together")
 
     def lowered(self, plan: Plan) -> Graph:
@@ -305,7 +304,7 @@ class DecodeCost:
                 found = self._product(nbytes, self.rows)
                 if self.rows < self.batch:
                     points = [(self.rows, found.us), (64, self._product(nbytes, 64).us)]
-                    found = Estimate(_between(points, self.batch), "interpolated")
+                    found = Estimate(between(points, self.batch), "interpolated")
             else:
                 found = self._attention()
             if product and self.stored != "bf16":
@@ -341,7 +340,7 @@ class DecodeCost:
         off = 0.0
         for fitted in self.machine.family("more rows"):
             points = [(at, us - more_rows(self.machine, at)) for at, us in fitted.points]
-            off = _between([(1.0, 0.0), *points], rows)
+            off = between([(1.0, 0.0), *points], rows)
         if rows_measured(self.machine):
             more = self.machine.between("product", "rows", rows, nbytes)
             return Estimate(max(0.0, more.us + off), more.basis)
@@ -370,7 +369,7 @@ class DecodeCost:
         is not known of their type, and as of an H200 where neither is."""
         family = {curve.where["weights"]: curve for curve in self.machine.family("converted")}
         found = family.get(self.stored) or family.get("fp8")
-        return _between(found.points if found else CONVERTED, self.batch)
+        return between(found.points if found else CONVERTED, self.batch)
 
     def _sent(self) -> Estimate:
         """A push that is no kernel of its own: another kernel reads, sums and lands."""
@@ -385,29 +384,6 @@ class DecodeCost:
         return curve.at(self.message if nbytes is None else nbytes)
 
 
-def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Linear between points, and above them that of the last."""
-    for (low, one), (high, two) in pairwise(points):
-        if low <= x <= high:
-            return one + (two - one) * (x - low) / (high - low)
-    return points[-1][1]
-
-
 def most_of(ranks: int) -> float:
     """The expected maximum of so many standard normal values (Blom's approximation)."""
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
-
-
-def more_rows(machine: Machine, rows: float) -> float:
-    """Microseconds that more rows than one add to a product at the size where both are known."""
-    places = [x for x, _ in machine.family("product")[-1].points]
-    middle = places[len(places) // 2]
-    more = machine.between("product", "rows", rows, middle)
-    return max(0.0, more.us - machine.curve("product", rows=1).at(middle).us)
-
-
-def rows_measured(machine: Machine) -> bool:
-    """Whether products of more rows than one were measured at several sizes."""
-    return any(
-        each.where["rows"] != 1 and len(each.points) > 1 for each in machine.family("product")
-    )

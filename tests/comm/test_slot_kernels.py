@@ -196,7 +196,7 @@ CLEARS = {
     "gather": "tl.store(own + gather + peer * stride + offsets, EMPTY, mask=theirs)",
     "push_land": "clear(own, stride, at, inside, rank, WORLD, EMPTY)",
     "collect": "clear(own + i, count, 0, inside, -1, WORLD, EMPTY)",
-    "landing": "clear(slot, M * D, 0, inside, -1, WORLD, EMPTY)",
+    "landing": "clear(slots[k], M * D, 0, inside, -1, WORLD, EMPTY)",
 }
 # The check that must fail, the function, its text, what stands in its place, how it fails.
 MUTATIONS: dict[str, tuple[str, Any, str, str, str]] = {

@@ -12,7 +12,7 @@ from typing import Any
 from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.models.eight_bits import EIGHT_BITS
 from ladder.models.errors import UserError
-from ladder.perf.cost import DecodeCost, more_rows
+from ladder.perf.cost import DecodeCost
 from ladder.perf.machine import Curve, Machine, Value
 from ladder.perf.prediction.eras import era_of
 from ladder.perf.prediction.records import (
@@ -24,6 +24,7 @@ from ladder.perf.prediction.records import (
     predicted,
     training_times,
 )
+from ladder.perf.rows import more_rows
 from ladder.perf.simulate import simulate
 
 # Below these, curves and records are not of one machine. A step may take a little less than curves.
