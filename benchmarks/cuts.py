@@ -96,11 +96,13 @@ def cut_as(chosen: Mapping[Key, Cut]) -> Iterator[None]:
 
     def blocks(
         rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool = False,
-        pieces: bool = False, half: bool = False, beside: bool = False,
+        pieces: bool = False, half: bool = False, beside: bool = False, pushes: bool = False,
     ) -> Cut:  # fmt: skip
         cut = chosen.get((outputs, size, gated))
         if cut is None:
-            return today(rows, outputs, size, gated, itemsize, eight_bits, pieces, half, beside)
+            return today(
+                rows, outputs, size, gated, itemsize, eight_bits, pieces, half, beside, pushes
+            )
         return cut._replace(padded=max(8, power_of_2(rows))) if pieces else cut
 
     with mock.patch.object(decode_shapes, "blocks", blocks):

@@ -18,6 +18,8 @@ from ladder.comm.primitives import (
     load,
     peer,
     peers,
+    peers_across,
+    push_across,
     push_to_slots,
     put_tile,
     receive,
@@ -105,6 +107,19 @@ def push_kernel(
 
 @jit
 @no_type_check
+def across_kernel(
+    buffers, values, n, rank, BLOCK: tl.constexpr, WORLD: tl.constexpr, WP: tl.constexpr,
+    EMPTY: tl.constexpr,
+):  # fmt: skip
+    """The same, of a word to each rank by a thread of its own."""
+    i = tl.arange(0, BLOCK)[None, :, None]
+    bits = tl.load(values + i, mask=i < n, other=0)
+    slots = peers_across(buffers, WORLD, WP, tl.int32)
+    push_across(slots, rank * BLOCK, i, bits, i < n, EMPTY)
+
+
+@jit
+@no_type_check
 def exchange_kernel(
     slots, mine, out, n, rank, BLOCK: tl.constexpr, WORLD: tl.constexpr, EMPTY: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -146,6 +161,7 @@ def launches() -> dict[str, tuple[Any, tuple, dict[str, Any]]]:
         "sum": (sum_kernel, (x, x, words, x), {"BLOCK": 512, "SCOPE": "gpu"} | options),
         "sum for a peer": (sum_kernel, (x, x, words, x), {"BLOCK": 512, "SCOPE": "sys"} | options),
         "push": (push_kernel, (table, words, 512, 1), slots | options),
+        "across": (across_kernel, (table, words, 512, 1), slots | {"WP": 4} | options),
         "exchange": (exchange_kernel, (words, words, words, 512, 1), slots | limit | options),
         "collect": (collect_kernel, (words, x, x, 512), slots | limit | options),
         "tile": (tile_kernel, (h, h, h, 0, 64, 128, 128, 128), {"BLOCK": 64} | options),

@@ -215,6 +215,31 @@ def push_to_slots(slots, start, offsets, bits, inside, WORLD: tl.constexpr, EMPT
 
 @jit
 @no_type_check
+def peers_across(buffers, WORLD: tl.constexpr, WP: tl.constexpr, BITS: tl.constexpr):
+    """Pointers of type BITS to the memory of rank 0, 1, ..., WORLD - 1, along the last of three
+    dimensions, [1, 1, WP]; null beyond. For `push_across`.
+
+    WP: WORLD, rounded up to a power of two. A thread loads the ranks that it has. Scalars, as of
+    `peers`, are moved to uniform registers as soon as they are loaded, and a warp waits for that:
+    before its later loads, if these have not been issued.
+    """
+    ranks = tl.arange(0, WP)[None, None, :]
+    return tl.load(buffers + ranks, mask=ranks < WORLD, other=0).to(tl.pointer_type(BITS))
+
+
+@jit
+@no_type_check
+def push_across(slots, start, offsets, bits, inside, EMPTY: tl.constexpr):
+    """As `push_to_slots`, by one store: every rank's word by another thread.
+
+    slots: `peers_across`. offsets, bits, inside: three dimensions, of which the last is 1.
+    """
+    there = slots.to(tl.int64) != 0
+    store(slots + start + offsets, sendable(bits, EMPTY), inside & there)
+
+
+@jit
+@no_type_check
 def clear(slots, stride, offsets, inside, rank, WORLD: tl.constexpr, EMPTY: tl.constexpr):
     """Set `offsets` of every rank's part of this rank's slots to EMPTY, except the part of `rank`.
 

@@ -74,17 +74,18 @@ def _project_kernel(
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, GIVES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
-    ALIGN: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
+    WP: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
+    STAGES: tl.constexpr, KIND: tl.constexpr, GIVES: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    SWAP: tl.constexpr, ALIGN: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK: the columns that share a scale; 0: a scale for each row, or none.
 
     EARLY: steps of `_tile` whose weights are brought into L2 before the wait; a power of two, or 0.
     AHEAD: a tile reads what its end needs beside the sums before the wait.
     ROWS, PARTS, SWAP: see `_tile`. ALIGN: rows of the weight, and `up` from `weight` on, begin at
-    multiples of so many elements. FIXED: weights are read before the wait.
+    multiples of so many elements. FIXED: weights are read before the wait. WP: WORLD, rounded up to
+    a power of two.
     """
     if PDL:
         gdc_launch_dependents()
@@ -95,7 +96,7 @@ def _project_kernel(
     if STAGES == 0:
         _product(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
                  start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD,
-                 CHUNKS, BITS, EMPTY, GIVES, WAITS, BLOCK)  # fmt: skip
+                 WP, CHUNKS, BITS, EMPTY, GIVES, WAITS, BLOCK)  # fmt: skip
     elif pieces is not None:
         _tile_of_pieces(program, x, weight, up, scales, up_scales, pieces, factors, out, squares,
                         add, factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CHUNKS,
@@ -163,7 +164,7 @@ def project(
     padded, block, step, warps, stages, parts, swapped = decode_shapes.blocks(
         rows, outputs, size, up is not None, x.itemsize, scales is not None, pieces is not None,
         weight.dtype == torch.float8_e4m3fn and x.dtype == torch.float16 and not blocked,
-        beside,
+        beside, push is not None,
     )  # fmt: skip
     own = decode_shapes.rows_each(outputs, block, up is not None) if stages else block
     if stages and blocked:  # a part is a block; about the same bytes in flight
@@ -173,7 +174,7 @@ def project(
     if stages:
         column = padded * x.itemsize + block * (1 if up is None else 2) * weight.itemsize
         stages = stages_that_fit(stages, column * step, x.device)
-    align = 16 // weight.itemsize
+    align, world = 16 // weight.itemsize, 1 if push is None else push.world
     if size % align or (up is not None and (up.data_ptr() - weight.data_ptr()) % 16):
         align = 1
     # `add` goes to the returned result only if nothing is pushed.
@@ -189,7 +190,7 @@ def project(
         M=rows, MP=padded, K=size, BN=block, BK=step, GATED=up is not None,
         NORM=squares is not None, CHUNKS=chunks, CP=triton.next_power_of_2(chunks),
         ADD=add is not None, STORE=store, PUSH=push is not None,
-        RANK=0 if push is None else push.rank, WORLD=1 if push is None else push.world,
+        RANK=0 if push is None else push.rank, WORLD=world, WP=triton.next_power_of_2(world),
         BITS=bits_of(x), EMPTY=EMPTY[x.element_size()], STAGES=stages,
         BLOCK=BLOCK if blocked else 0, EARLY=decode_shapes.EARLY,
         AHEAD=fixed and padded <= decode_shapes.MOST_AHEAD,

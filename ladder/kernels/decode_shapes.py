@@ -13,8 +13,9 @@ MAX_VECTOR_ROWS = 2
 # a layer at 4, 16 and 64 rows (benchmarks/results/README.md), when steps of 4 and 16 were shorter.
 EARLY = 2
 # Rows, padded, up to which a tile reads before its loop what its end needs: else every product ends
-# a read later. Steps of 64 sequences in fp8 took 1 % longer so, for want of registers.
-MOST_AHEAD = 16
+# a read later. Steps of 24 and 32 sequences in fp8 take 3 and 2 % less so; those of 64 took 1 %
+# longer, for want of registers.
+MOST_AHEAD = 32
 # Of 33 to 64 rows beside other kernels, products of so many outputs have tiles of 64 of them
 # (`_wide`). Alone they need all SMs; others were not measured.
 MIDDLE = range(4096, 32 * MULTIPROCESSORS + 1)
@@ -55,11 +56,12 @@ def by_halves(rows: int) -> bool:
 
 def blocks(
     rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool = False,
-    pieces: bool = False, half: bool = False, beside: bool = False,
+    pieces: bool = False, half: bool = False, beside: bool = False, pushes: bool = False,
 ) -> Cut:  # fmt: skip
     """itemsize: bytes of an element of x. eight_bits: the weight is stored in so many. pieces: x is
     there in pieces, too (`ladder.kernels.pieces`). half: x is in float16, and the weight in e4m3
-    with a scale for each row. beside: other kernels run at the same time.
+    with a scale for each row. beside: other kernels run at the same time. pushes: the result goes
+    to slots of all ranks.
 
     Chosen by measurements of chains and whole steps on an H200 (benchmarks/results/README.md).
     """
@@ -70,7 +72,9 @@ def blocks(
         return _tiles_of_pieces(max(8, power_of_2(rows)), outputs, gated)
     narrow = eight_bits and itemsize == 2  # tiles of float32 in parts spill registers
     if _by_vectors(rows, few, gated, short, narrow):
-        return _vectors(rows, outputs, size, gated, eight_bits)
+        one = rows == 1 and itemsize == 2 and not (eight_bits or gated)
+        found = _one_row_of_ranks(outputs, size, beside, pushes) if one else None
+        return found or _vectors(rows, outputs, size, gated, eight_bits)
     padded = max(16, power_of_2(rows))
     wide = beside and itemsize == 2 and not (few or gated or many) and (half or not eight_bits)
     if wide and (found := _wide(padded, outputs, size, half)):
@@ -104,6 +108,18 @@ def blocks(
         found = Cut(padded, 16 if narrowest else 32, 128, 4, 5 if short else 6)
     # Tensor cores multiply float32 as TF32 alone, so its products have no operands to swap.
     return found._replace(step=found.step * 2 // itemsize, swapped=found.swapped and itemsize == 2)
+
+
+def _one_row_of_ranks(outputs: int, size: int, beside: bool, pushes: bool) -> Cut | None:
+    """Of an 8B's rank at TP 4: a target's address takes registers, and so room for programs. 6 %
+    less of a ladder's steps that push to slots of their own GPU, 3 of `standard`'s."""
+    if pushes and size == 1024 and outputs <= 4096:
+        return Cut(1, 2, 1024, 2, 0)
+    if pushes and 3072 < size < 4096 and outputs <= 4096:
+        return Cut(1, 4, 1024, 4, 0)
+    if beside and size == 4096 and 1024 <= outputs < FEW:
+        return Cut(1, 1, 2048, 4, 0)
+    return None
 
 
 def _wide(padded: int, outputs: int, size: int, half: bool) -> Cut | None:

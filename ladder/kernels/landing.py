@@ -15,7 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.comm.primitives import EMPTY, SPIN_LIMIT, clear, peers, push_to_slots, receive_sum
+from ladder.comm.primitives import (
+    EMPTY,
+    SPIN_LIMIT,
+    clear,
+    peers,
+    peers_across,
+    push_across,
+    push_to_slots,
+    receive_sum,
+)
 from ladder.jit import (
     gdc_launch_dependents,
     gdc_wait,
@@ -135,10 +144,14 @@ def _land_chunk(
 
 @jit
 @no_type_check
-def _targets(buffers, PUSH: tl.constexpr, WORLD: tl.constexpr, BITS: tl.constexpr):
-    """Every rank's slots, for `_finish`; nothing unless PUSH."""
+def _targets(
+    buffers, PUSH: tl.constexpr, WORLD: tl.constexpr, WP: tl.constexpr, BITS: tl.constexpr
+):
+    """Every rank's slots, for `_finish`; nothing unless PUSH. WP: as there."""
     found = ()
-    if PUSH:
+    if PUSH & (WP > 0):
+        found = peers_across(buffers, WORLD, WP, BITS)
+    elif PUSH:
         found = peers(buffers, 0, WORLD, BITS)
     return found
 
@@ -148,16 +161,24 @@ def _targets(buffers, PUSH: tl.constexpr, WORLD: tl.constexpr, BITS: tl.constexp
 def _finish(
     y, m, n, inside, out, add, factor, targets, start, N, M: tl.constexpr, KIND: tl.constexpr,
     ADD: tl.constexpr, STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr,
-    WORLD: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
+    WORLD: tl.constexpr, WP: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
-    """Store rows m and columns n of a product, add `add`, and push the sum to `_targets`."""
+    """Store rows m and columns n of a product, add `add`, and push the sum to `_targets`.
+
+    WP: 0, or WORLD rounded up to a power of two: threads have y along a third dimension, and push
+    to a rank each.
+    """
     if STORE:
         tl.store(out + m * N + n, y.to(KIND), mask=inside)
     if ADD:
         y += tl.load(add + m * N + n, mask=inside, other=0).to(tl.float32) * factor
     if PUSH:
         bits = y.to(KIND).to(BITS, bitcast=True)
-        push_to_slots(targets, start, (RANK * M + m) * N + n, bits, inside, WORLD, EMPTY)
+        at = (RANK * M + m) * N + n
+        if WP > 0:
+            push_across(targets, start, at, bits, inside, EMPTY)
+        else:
+            push_to_slots(targets, start, at, bits, inside, WORLD, EMPTY)
     elif not STORE:
         tl.store(out + m * N + n, y.to(KIND), mask=inside)
 

@@ -138,7 +138,7 @@ def _tile(
     SCALED: tl.constexpr = (scales is not None) & (BLOCK == 0)
     if AHEAD:
         own, of_up = _row_scales(scales, up_scales, n, end, GATED, SCALED)
-        targets = _targets(buffers, PUSH, WORLD, BITS)
+        targets = _targets(buffers, PUSH, WORLD, 0, BITS)
     if PDL:
         _bring_first(program, weight, up, N, K, BN, ROWS, EARLY * BK, GATED)
         gdc_wait()
@@ -192,10 +192,10 @@ def _tile(
             norm = norm / shrink[:, None]
     if not AHEAD:
         own, of_up = _row_scales(scales, up_scales, n, end, GATED, SCALED)
-        targets = _targets(buffers, PUSH, WORLD, BITS)
+        targets = _targets(buffers, PUSH, WORLD, 0, BITS)
     y = _scaled(total, total_up, own, of_up, norm, GATED, NORM, SCALED)
     _finish(y, m, n, (m < M) & (n < end), out, add, factor, targets, start, N, M,
-            GIVES, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY)  # fmt: skip
+            GIVES, ADD, STORE, PUSH, RANK, WORLD, 0, BITS, EMPTY)  # fmt: skip
 
 
 @jit
@@ -232,7 +232,7 @@ def _tile_of_pieces(
     rows_x = (i // (PARTS * MP) * M + m_x) * K
     if AHEAD:
         own, of_up = _row_scales(scales, up_scales, n, end, GATED, True)
-        targets = _targets(buffers, PUSH, WORLD, BITS)
+        targets = _targets(buffers, PUSH, WORLD, 0, BITS)
     if PDL:
         _bring_first(program, weight, up, N, K, BN, ROWS, EARLY * BK, GATED)
         gdc_wait()
@@ -263,7 +263,7 @@ def _tile_of_pieces(
         norm *= tl.rsqrt(tl.sum(parts, 1, keep_dims=True) / K + eps)
     if not AHEAD:
         own, of_up = _row_scales(scales, up_scales, n, end, GATED, True)
-        targets = _targets(buffers, PUSH, WORLD, BITS)
+        targets = _targets(buffers, PUSH, WORLD, 0, BITS)
     y = _scaled(total, total_up, own, of_up, norm, GATED, True, True)
     _finish(y, m, n, (m < M) & (n < end), out, add, factor, targets, start, N, M,
-            GIVES, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY)  # fmt: skip
+            GIVES, ADD, STORE, PUSH, RANK, WORLD, 0, BITS, EMPTY)  # fmt: skip

@@ -7,7 +7,7 @@ from typing import no_type_check
 from ladder.jit import gdc_wait, jit, tl
 from ladder.kernels.eight_bits import widened
 from ladder.kernels.landing import _finish, _targets
-from ladder.kernels.tiles import _block_scales, _row_scales
+from ladder.kernels.tiles import _block_scales
 
 
 @jit
@@ -17,8 +17,8 @@ def _product(
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, GIVES: tl.constexpr,
-    PDL: tl.constexpr, BLOCK: tl.constexpr,
+    WP: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
+    GIVES: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program of a product: BN rows of the weight."""
     # [row of x, row of the weight, column]: three dimensions give all loads the same layout.
@@ -40,9 +40,7 @@ def _product(
         scale_u = scale_w
         if GATED:
             scale_u = _block_scales(up_scales, n * blocks, eights // BLOCK, n < N, blocks)
-    SCALED: tl.constexpr = (scales is not None) & (BLOCK == 0)
-    own, of_up = _row_scales(scales, up_scales, n, N, GATED, SCALED)
-    targets = _targets(buffers, PUSH, WORLD, BITS)
+    targets = _targets(buffers, PUSH, WORLD, WP, BITS)
     if PDL:
         gdc_wait()
     # A thread sums its 8 neighbouring columns at once: one accumulator per row and not eight.
@@ -72,8 +70,9 @@ def _product(
             total_up += part
     y = tl.sum(total, 2, keep_dims=True)
     inside = (m < M) & (n < N)
-    if SCALED:
-        y = y * own
+    # Row scales read before the products slowed steps of one row in fp8 by 9 %, on one stream.
+    if (scales is not None) & (BLOCK == 0):
+        y = y * tl.load(scales + n, mask=n < N, other=0)
     if NORM:  # read before the products, it slowed steps of a 70B of two rows by 1 to 2 %
         c = tl.arange(0, CP)[None, None, :]
         parts = tl.load(squares + m * CHUNKS + c, mask=(m < M) & (c < CHUNKS), other=0)
@@ -81,13 +80,13 @@ def _product(
         y = y * scale
         if GATED:
             y_up = tl.sum(total_up, 2, keep_dims=True) * scale
-            if SCALED:
-                y_up = y_up * of_up
+            if (up_scales is not None) & (BLOCK == 0):
+                y_up = y_up * tl.load(up_scales + n, mask=n < N, other=0)
             y = y / (1 + tl.exp(-y)) * y_up
     elif GATED:
         y_up = tl.sum(total_up, 2, keep_dims=True)
-        if SCALED:
-            y_up = y_up * of_up
+        if (up_scales is not None) & (BLOCK == 0):
+            y_up = y_up * tl.load(up_scales + n, mask=n < N, other=0)
         y = y / (1 + tl.exp(-y)) * y_up
     _finish(y, m, n, inside, out, add, factor, targets, start, N, M, GIVES, ADD, STORE, PUSH,
-            RANK, WORLD, BITS, EMPTY)  # fmt: skip
+            RANK, WORLD, WP, BITS, EMPTY)  # fmt: skip

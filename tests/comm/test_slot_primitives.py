@@ -35,18 +35,22 @@ def slots() -> Tensor:
     return made
 
 
-def check_push() -> None:
+def check_push(kernel: Any = kernels.push_kernel, **more: int) -> None:
     """The words are at this rank's part of every rank's slots, and none of them is empty."""
     values = torch.randn(BLOCK)
     values[::7], values[1::7] = -0.0, 0.0
     memories = [slots() for _ in range(WORLD)]
-    kernels.push_kernel[(1,)](addresses(memories), bits_of(values), INSIDE, RANK, **META)
+    kernel[(1,)](addresses(memories), bits_of(values), INSIDE, RANK, **META, **more)
     for memory in memories:
         part = memory[RANK, :INSIDE]
         assert not torch.any(part == EMPTY[4]), "a word that was sent is empty"
         assert torch.equal(part.view(torch.float32), values[:INSIDE]), "other words"
         memory[RANK, :INSIDE] = EMPTY[4]
         assert torch.equal(memory, slots()), "words in other places"
+
+
+def check_push_across() -> None:
+    check_push(kernels.across_kernel, WP=4)
 
 
 def fill(memory: Tensor, words: Tensor, rank: int, start: int, end: int) -> None:
@@ -102,7 +106,8 @@ def check_receive_sum() -> None:
 
 
 CHECKS: dict[str, Callable[[], None]] = {
-    "push": check_push, "receive": check_receive, "receive_sum": check_receive_sum,
+    "push": check_push, "push across": check_push_across, "receive": check_receive,
+    "receive_sum": check_receive_sum,
 }  # fmt: skip
 
 MISSING = "        missing = (tl.min(least) == EMPTY).to(tl.int32)"
@@ -119,6 +124,15 @@ MUTATIONS: dict[str, tuple[str, Any, str, str, str]] = {
     "push_to_slots: not to the own slots": (
         "push", primitives.push_to_slots, "static_range(WORLD)", "static_range(1, WORLD)",
         SENT,
+    ),
+    "push_across: -0.0 is sent": (
+        "push across", primitives.push_across, "sendable(bits, EMPTY)", "bits", SENT,
+    ),
+    "push_across: what is outside": (
+        "push across", primitives.push_across, "inside & there", "there", "words in other places",
+    ),
+    "peers_across: not the last rank": (
+        "push across", primitives.peers_across, "ranks < WORLD", "ranks < WORLD - 1", SENT,
     ),
     "receive: no wait": ("receive", primitives.receive, MISSING, "        missing = 0", EARLY),
     "receive: waits for the first word": (

@@ -253,6 +253,30 @@ def test_cuts_of_products_beside_other_kernels() -> None:
     assert cuts(64, 1536, 4096, itemsize=4)[0] == cuts(64, 1536, 4096, itemsize=4)[1]
 
 
+def test_cuts_of_one_row_of_ranks() -> None:
+    """Those of an 8B's rank at TP 4 that push, or run beside others; no other's."""
+
+    def changed(*shape: Any, **kind: Any) -> list[str]:
+        kind = {"gated": False, "itemsize": 2} | kind
+        plain = decode_shapes.blocks(*shape, **kind)
+        names = ("beside", "pushes")
+        return [n for n in names if decode_shapes.blocks(*shape, **kind, **{n: True}) != plain]
+
+    assert changed(1, 4096, 1024) == changed(1, 4096, 3584) == ["pushes"]
+    assert changed(1, 1536, 4096) == ["beside"]
+    for shape in (
+        (2, 4096, 1024),
+        (1, 8192, 1024),
+        (1, 4096, 7168),
+        (1, 8192, 3584),
+        (1, 768, 4096),
+    ):
+        assert not changed(*shape)
+    for kind in ({"itemsize": 4}, {"gated": True}, {"eight_bits": True}):
+        assert not changed(1, 4096, 3584, **kind)
+        assert not changed(1, 1536, 4096, **kind)
+
+
 def test_programs_of_gated_products_have_equal_shares() -> None:
     """Of the fullest SM's rows; no more than a tile has. Others have a tile each."""
     rows = {
