@@ -37,6 +37,13 @@ class Cut(NamedTuple):
     swapped: bool = False  # the weight is the product's first operand
 
 
+# One row of an 8B's rank at TP 4, by outputs and inputs: O and down, which push, since a target's
+# address takes registers, and so room for programs; and QKV beside other kernels. A ladder's steps
+# take 5 % less so, `standard`'s 3, on one GPU that has the slots of all ranks.
+PUSHING_ROW = {(4096, 1024): Cut(1, 2, 1024, 2, 0), (4096, 3584): Cut(1, 4, 1024, 4, 0)}
+ROW_BESIDE = {(1536, 4096): Cut(1, 1, 2048, 4, 0)}
+
+
 def power_of_2(rows: int) -> int:
     """The least one that is not below `rows`; without Triton, which predictions do not need."""
     return 1 << (rows - 1).bit_length()
@@ -72,8 +79,9 @@ def blocks(
         return _tiles_of_pieces(max(8, power_of_2(rows)), outputs, gated)
     narrow = eight_bits and itemsize == 2  # tiles of float32 in parts spill registers
     if _by_vectors(rows, few, gated, short, narrow):
-        one = rows == 1 and itemsize == 2 and not (eight_bits or gated)
-        found = _one_row_of_ranks(outputs, size, beside, pushes) if one else None
+        special = PUSHING_ROW if pushes else ROW_BESIDE if beside else {}
+        plain = rows == 1 and itemsize == 2 and not (eight_bits or gated)
+        found = special.get((outputs, size)) if plain else None
         return found or _vectors(rows, outputs, size, gated, eight_bits)
     padded = max(16, power_of_2(rows))
     wide = beside and itemsize == 2 and not (few or gated or many) and (half or not eight_bits)
@@ -108,18 +116,6 @@ def blocks(
         found = Cut(padded, 16 if narrowest else 32, 128, 4, 5 if short else 6)
     # Tensor cores multiply float32 as TF32 alone, so its products have no operands to swap.
     return found._replace(step=found.step * 2 // itemsize, swapped=found.swapped and itemsize == 2)
-
-
-def _one_row_of_ranks(outputs: int, size: int, beside: bool, pushes: bool) -> Cut | None:
-    """Of an 8B's rank at TP 4: a target's address takes registers, and so room for programs. 6 %
-    less of a ladder's steps that push to slots of their own GPU, 3 of `standard`'s."""
-    if pushes and size == 1024 and outputs <= 4096:
-        return Cut(1, 2, 1024, 2, 0)
-    if pushes and 3072 < size < 4096 and outputs <= 4096:
-        return Cut(1, 4, 1024, 4, 0)
-    if beside and size == 4096 and 1024 <= outputs < FEW:
-        return Cut(1, 1, 2048, 4, 0)
-    return None
 
 
 def _wide(padded: int, outputs: int, size: int, half: bool) -> Cut | None:

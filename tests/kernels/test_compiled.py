@@ -51,6 +51,7 @@ PRIMITIVES = {
     "sum": last("gpu"),
     "sum for a peer": last("sys"),
     "push": (STORE,) * 4,
+    "across": (r"ld\.global\.v2\.b64", *[r"st\.global\.b32"] * 4),
     "exchange": (*POLL, STORE),
     "collect": (*POLL, STORE),
     "tile": (STORE,),
