@@ -21,6 +21,7 @@ not timed, and makes the exit status 1. The last line is JSON, in microseconds a
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 import statistics
@@ -93,17 +94,16 @@ def parse_cuts(words: list[str], rows: int, known: Mapping[str, Key]) -> dict[st
 def cut_as(chosen: Mapping[Key, Cut]) -> Iterator[None]:
     """Within, the products of these keys are cut so when a step is captured."""
     today = decode_shapes.blocks
+    parameters = inspect.signature(today)
 
-    def blocks(
-        rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool = False,
-        pieces: bool = False, half: bool = False, beside: bool = False, pushes: bool = False,
-    ) -> Cut:  # fmt: skip
-        cut = chosen.get((outputs, size, gated))
+    def blocks(*args: Any, **options: Any) -> Cut:
+        given = parameters.bind(*args, **options).arguments
+        cut = chosen.get((given["outputs"], given["size"], given["gated"]))
         if cut is None:
-            return today(
-                rows, outputs, size, gated, itemsize, eight_bits, pieces, half, beside, pushes
-            )
-        return cut._replace(padded=max(8, power_of_2(rows))) if pieces else cut
+            return today(*args, **options)
+        if given.get("pieces"):
+            return cut._replace(padded=max(8, power_of_2(given["rows"])))
+        return cut
 
     with mock.patch.object(decode_shapes, "blocks", blocks):
         yield

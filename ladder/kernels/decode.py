@@ -174,13 +174,14 @@ def project(
     if stages:
         column = padded * x.itemsize + block * (1 if up is None else 2) * weight.itemsize
         stages = stages_that_fit(stages, column * step, x.device)
-    align, world = 16 // weight.itemsize, 1 if push is None else push.world
+    align = 16 // weight.itemsize
     if size % align or (up is not None and (up.data_ptr() - weight.data_ptr()) % 16):
         align = 1
     # `add` goes to the returned result only if nothing is pushed.
     store = keep and not (add is not None and push is None)
     if out is None:
         out = torch.empty(rows, outputs, dtype=gives, device=x.device) if keep else x
+    world = 1 if push is None else push.world
     launch(
         _project_kernel, (triton.cdiv(outputs, own),), x.device,
         x, weight, weight if up is None else up, *(scales or (None, None)),

@@ -6,6 +6,7 @@ In Triton's interpreter; what only a GPU can see of them is in tests.kernels.tes
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,10 +48,6 @@ def check_push(kernel: Any = kernels.push_kernel, **more: int) -> None:
         assert torch.equal(part.view(torch.float32), values[:INSIDE]), "other words"
         memory[RANK, :INSIDE] = EMPTY[4]
         assert torch.equal(memory, slots()), "words in other places"
-
-
-def check_push_across() -> None:
-    check_push(kernels.across_kernel, WP=4)
 
 
 def fill(memory: Tensor, words: Tensor, rank: int, start: int, end: int) -> None:
@@ -106,8 +103,8 @@ def check_receive_sum() -> None:
 
 
 CHECKS: dict[str, Callable[[], None]] = {
-    "push": check_push, "push across": check_push_across, "receive": check_receive,
-    "receive_sum": check_receive_sum,
+    "push": check_push, "push across": partial(check_push, kernels.across_kernel, WP=4),
+    "receive": check_receive, "receive_sum": check_receive_sum,
 }  # fmt: skip
 
 MISSING = "        missing = (tl.min(least) == EMPTY).to(tl.int32)"
