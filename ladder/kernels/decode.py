@@ -164,7 +164,7 @@ def project(
     padded, block, step, warps, stages, parts, swapped = decode_shapes.blocks(
         rows, outputs, size, up is not None, x.itemsize, scales is not None, pieces is not None,
         weight.dtype == torch.float8_e4m3fn and x.dtype == torch.float16 and not blocked,
-        beside, push is not None,
+        beside,
     )  # fmt: skip
     own = decode_shapes.rows_each(outputs, block, up is not None) if stages else block
     if stages and blocked:  # a part is a block; about the same bytes in flight

@@ -37,11 +37,22 @@ class Cut(NamedTuple):
     swapped: bool = False  # the weight is the product's first operand
 
 
-# One row of an 8B's rank at TP 4, by outputs and inputs: O and down, which push, since a target's
-# address takes registers, and so room for programs; and QKV beside other kernels. A ladder's steps
-# take 5 % less so, `standard`'s 3, on one GPU that has the slots of all ranks.
-PUSHING_ROW = {(4096, 1024): Cut(1, 2, 1024, 2, 0), (4096, 3584): Cut(1, 4, 1024, 4, 0)}
-ROW_BESIDE = {(1536, 4096): Cut(1, 1, 2048, 4, 0)}
+# One row of these products, by outputs, inputs and whether gated: of ranks of an 8B at TP 2, 4, 8,
+# a 70B at TP 4, a 3B at TP 2 and a 2B class at TP 4: what fits the kernels beside, and no rule.
+ROW_ALONE = {
+    (3072, 1536, False): Cut(1, 4, 1024, 4, 0),
+    (4096, 1024, False): Cut(1, 4, 1024, 2, 0),
+    (4096, 2048, False): Cut(1, 4, 2048, 4, 0),
+    (8192, 2048, False): Cut(1, 4, 1024, 2, 0),
+}
+ROW_BESIDE = {
+    (1536, 4096, False): Cut(1, 1, 2048, 4, 0),
+    (1792, 4096, True): Cut(1, 1, 1024, 2, 0),
+    (2304, 2048, False): Cut(1, 4, 1024, 4, 0),
+    (2560, 8192, False): Cut(1, 1, 4096, 4, 0),
+    (3072, 1536, False): Cut(1, 2, 1024, 2, 0),
+    (4096, 1024, False): Cut(1, 2, 1024, 2, 0),
+}
 
 
 def power_of_2(rows: int) -> int:
@@ -63,12 +74,11 @@ def by_halves(rows: int) -> bool:
 
 def blocks(
     rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool = False,
-    pieces: bool = False, half: bool = False, beside: bool = False, pushes: bool = False,
+    pieces: bool = False, half: bool = False, beside: bool = False,
 ) -> Cut:  # fmt: skip
     """itemsize: bytes of an element of x. eight_bits: the weight is stored in so many. pieces: x is
     there in pieces, too (`ladder.kernels.pieces`). half: x is in float16, and the weight in e4m3
-    with a scale for each row. beside: other kernels run at the same time. pushes: the result goes
-    to slots of all ranks.
+    with a scale for each row. beside: other kernels run at the same time.
 
     Chosen by measurements of chains and whole steps on an H200 (benchmarks/results/README.md).
     """
@@ -79,10 +89,10 @@ def blocks(
         return _tiles_of_pieces(max(8, power_of_2(rows)), outputs, gated)
     narrow = eight_bits and itemsize == 2  # tiles of float32 in parts spill registers
     if _by_vectors(rows, few, gated, short, narrow):
-        special = PUSHING_ROW if pushes else ROW_BESIDE if beside else {}
-        plain = rows == 1 and itemsize == 2 and not (eight_bits or gated)
-        found = special.get((outputs, size)) if plain else None
-        return found or _vectors(rows, outputs, size, gated, eight_bits)
+        plain = rows == 1 and itemsize == 2 and not eight_bits
+        special = (ROW_BESIDE if beside else ROW_ALONE) if plain else {}
+        key = outputs, size, gated
+        return special.get(key) or _vectors(rows, outputs, size, gated, eight_bits, beside)
     padded = max(16, power_of_2(rows))
     wide = beside and itemsize == 2 and not (few or gated or many) and (half or not eight_bits)
     if wide and (found := _wide(padded, outputs, size, half)):
@@ -179,7 +189,9 @@ def _tiles_of_pieces(padded: int, outputs: int, gated: bool) -> Cut:
     return Cut(padded, 32, 512, 4, 4, 2) if padded == 16 else Cut(padded, 32, 256, 4, 8, 2)
 
 
-def _vectors(rows: int, outputs: int, size: int, gated: bool, eight_bits: bool) -> Cut:
+def _vectors(
+    rows: int, outputs: int, size: int, gated: bool, eight_bits: bool, beside: bool
+) -> Cut:
     """Programs whose threads multiply and add. How many loads are in flight follows from how many
     of the later steps' the compiler moves ahead, so the fastest cut follows no rule of sizes."""
     padded = power_of_2(rows)
@@ -194,8 +206,10 @@ def _vectors(rows: int, outputs: int, size: int, gated: bool, eight_bits: bool) 
             return Cut(padded, 4, 1024, 4 if outputs == 4096 else 2, 0)
         return Cut(padded, 2, 2048, 4, 0)
     if eight_bits:
+        if gated and outputs <= 4096:
+            return Cut(padded, 1 if beside else 4, 1024, 2, 0)
         if gated:
-            return Cut(padded, 4, 1024, 2, 0) if outputs <= 4096 else Cut(padded, 1, 1024, 4, 0)
+            return Cut(padded, 1, 1024, 4, 0)
         if size <= 1024:
             return Cut(padded, 4, 512, 2, 0)
         if size > 8192:
@@ -204,20 +218,25 @@ def _vectors(rows: int, outputs: int, size: int, gated: bool, eight_bits: bool) 
             return Cut(padded, 2, 2048, 1, 0)
         return Cut(padded, 2, 1024, 4, 0) if outputs < FEW else Cut(padded, 4, 2048, 2, 0)
     if gated:
-        return Cut(padded, 1, 2048, 4, 0) if size == 4096 else Cut(padded, 2, 1024, 4, 0)
+        if size == 4096:
+            return Cut(padded, 1, 2048, 4, 0)
+        return Cut(padded, 2, 1024, 2 if 2048 < size <= 3072 else 4, 0)
+    if size <= 512:
+        return Cut(padded, 4, 512, 2, 0)
     if size <= 1024:
         return Cut(padded, 4, 1024, 4, 0)
     # Few outputs: more programs. Of 3072 columns, a step of 4096 would be a quarter padding.
     if size <= 2048 or (size <= 3072 and outputs >= FEW):
         return Cut(padded, 2 if outputs < 4096 else 4, 1024, 4, 0)
-    if size > 8192 and size % 4096:  # the last step would be half padding
-        return Cut(padded, 4, 1024, 2, 0)
+    if size > 3072 and size % 4096:  # the last step of 4096 would be half padding
+        return Cut(padded, 4, 1024, 2 if size > 8192 else 4, 0)
     if size > 4096:
         return Cut(padded, 2, 4096, 8, 0)
     if outputs < 1024:
         return Cut(padded, 1, 2048, 4, 0)
-    # One step if little of it is padding: then the whole weight is read before the wait.
-    return Cut(padded, 2, 2048, 8, 0) if 3072 < size < 4096 else Cut(padded, 2, 4096, 4, 0)
+    if size == 4096 and FEW <= outputs < 6144:
+        return Cut(padded, 2, 1024, 4, 0) if outputs < 4096 else Cut(padded, 4, 2048, 4, 0)
+    return Cut(padded, 2, 4096, 4, 0)
 
 
 def rows_each(outputs: int, block: int, gated: bool) -> int:

@@ -253,23 +253,27 @@ def test_cuts_of_products_beside_other_kernels() -> None:
     assert cuts(64, 1536, 4096, itemsize=4)[0] == cuts(64, 1536, 4096, itemsize=4)[1]
 
 
-def test_cuts_of_one_row_of_ranks() -> None:
-    """Those of an 8B's rank at TP 4 that push, or run beside others; no other's."""
+def test_cuts_of_one_row() -> None:
+    """Some depend on what runs beside; of more rows, in float32, and in 8 bits but of gate and up,
+    none does."""
 
-    def changed(*shape: Any, **kind: Any) -> list[str]:
+    def cuts(*shape: Any, **kind: Any) -> list[Cut]:
         kind = {"gated": False, "itemsize": 2} | kind
-        plain = decode_shapes.blocks(*shape, **kind)
-        names = ("beside", "pushes")
-        return [n for n in names if decode_shapes.blocks(*shape, **kind, **{n: True}) != plain]
+        return [decode_shapes.blocks(*shape, **kind, beside=each) for each in (False, True)]
 
-    assert changed(1, 4096, 1024) == changed(1, 4096, 3584) == ["pushes"]
-    assert changed(1, 1536, 4096) == ["beside"]
-    others = [(2, 4096, 1024), (1, 8192, 1024), (1, 2304, 1024), (1, 8192, 3584)]
-    for shape in (*others, (1, 4096, 7168), (1, 768, 4096), (1, 1536, 8192)):
-        assert not changed(*shape)
-    for kind in ({"itemsize": 4}, {"gated": True}, {"eight_bits": True}):
-        assert not changed(1, 4096, 3584, **kind)
-        assert not changed(1, 1536, 4096, **kind)
+    alone, beside = cuts(1, 4096, 1024)
+    assert (alone.block, alone.step, alone.warps) == (4, 1024, 2)
+    assert beside == alone._replace(block=2)
+    alone, beside = cuts(1, 1536, 4096)
+    assert (alone.step, beside.step) == (4096, 2048)
+    alone, beside = cuts(1, 3584, 4096, gated=True, eight_bits=True)
+    assert (alone, beside) == (Cut(1, 4, 1024, 2, 0), Cut(1, 1, 1024, 2, 0))
+    for kind in ({"itemsize": 4}, {"eight_bits": True}):
+        alone, beside = cuts(1, 4096, 1024, **kind)
+        assert alone == beside
+    for shape in ((2, 4096, 1024), (2, 1536, 4096), (1, 4096, 3584), (1, 1536, 8192)):
+        alone, beside = cuts(*shape)
+        assert alone == beside, shape
 
 
 def test_programs_of_gated_products_have_equal_shares() -> None:
