@@ -37,21 +37,28 @@ class Cut(NamedTuple):
     swapped: bool = False  # the weight is the product's first operand
 
 
-# One row of these products, by outputs, inputs and whether gated: of ranks of an 8B at TP 2, 4, 8,
-# a 70B at TP 4, a 3B at TP 2 and a 2B class at TP 4: what fits the kernels beside, and no rule.
-ROW_ALONE = {
-    (3072, 1536, False): Cut(1, 4, 1024, 4, 0),
-    (4096, 1024, False): Cut(1, 4, 1024, 2, 0),
-    (4096, 2048, False): Cut(1, 4, 2048, 4, 0),
-    (8192, 2048, False): Cut(1, 4, 1024, 2, 0),
+# One and two rows of these products in 16 bits, by rows, outputs, inputs and whether gated: an 8B's
+# at TP 2, 4 and 8, a 70B's at TP 4, a 3B's at TP 2 and a 2B class's at TP 4. They are the fastest
+# in steps, where they fit what runs beside, and follow no rule.
+FEW_ALONE = {
+    (1, 3072, 1536, False): Cut(1, 4, 1024, 4, 0),
+    (1, 4096, 1024, False): Cut(1, 4, 1024, 2, 0),
+    (1, 4096, 2048, False): Cut(1, 4, 2048, 4, 0),
+    (1, 8192, 2048, False): Cut(1, 4, 1024, 2, 0),
+    (2, 4096, 3584, False): Cut(2, 2, 1024, 2, 0),
 }
-ROW_BESIDE = {
-    (1536, 4096, False): Cut(1, 1, 2048, 4, 0),
-    (1792, 4096, True): Cut(1, 1, 1024, 2, 0),
-    (2304, 2048, False): Cut(1, 4, 1024, 4, 0),
-    (2560, 8192, False): Cut(1, 1, 4096, 4, 0),
-    (3072, 1536, False): Cut(1, 2, 1024, 2, 0),
-    (4096, 1024, False): Cut(1, 2, 1024, 2, 0),
+FEW_BESIDE = {
+    (1, 1536, 4096, False): Cut(1, 1, 2048, 4, 0),
+    (1, 1792, 4096, True): Cut(1, 1, 1024, 2, 0),
+    (1, 2304, 2048, False): Cut(1, 4, 1024, 4, 0),
+    (1, 2560, 8192, False): Cut(1, 1, 4096, 4, 0),
+    (1, 3072, 1536, False): Cut(1, 2, 1024, 2, 0),
+    (1, 4096, 1024, False): Cut(1, 2, 1024, 2, 0),
+    (2, 2304, 2048, False): Cut(2, 4, 1024, 4, 0),
+    (2, 2560, 3072, False): Cut(2, 1, 1024, 2, 0),
+    (2, 3584, 4096, True): Cut(2, 2, 1024, 4, 0),
+    (2, 4096, 1024, False): Cut(16, 64, 128, 4, 5, swapped=True),
+    (2, 4096, 3584, False): Cut(16, 64, 128, 4, 7, swapped=True),
 }
 
 
@@ -89,10 +96,10 @@ def blocks(
         return _tiles_of_pieces(max(8, power_of_2(rows)), outputs, gated)
     narrow = eight_bits and itemsize == 2  # tiles of float32 in parts spill registers
     if _by_vectors(rows, few, gated, short, narrow):
-        plain = rows == 1 and itemsize == 2 and not eight_bits
-        special = (ROW_BESIDE if beside else ROW_ALONE) if plain else {}
-        key = outputs, size, gated
-        return special.get(key) or _vectors(rows, outputs, size, gated, eight_bits, beside)
+        plain = itemsize == 2 and not eight_bits
+        special = (FEW_BESIDE if beside else FEW_ALONE) if plain else {}
+        key = rows, outputs, size, gated
+        return special.get(key) or _vectors(*key, eight_bits, beside)
     padded = max(16, power_of_2(rows))
     wide = beside and itemsize == 2 and not (few or gated or many) and (half or not eight_bits)
     if wide and (found := _wide(padded, outputs, size, half)):
@@ -198,25 +205,29 @@ def _vectors(
     if rows > 1:
         if eight_bits and size > 1024:
             return Cut(padded, padded, 2048, 4, 0)
-        if gated:
+        if gated and eight_bits:
             return Cut(padded, 2, 1024, 4, 0)
+        if gated:
+            return Cut(padded, 1, 1024, 4 if size > 4096 else 2, 0)
         if size <= 1024:
             return Cut(padded, 2, 512, 2, 0)
         if size == 4096 and outputs >= 4096:
             return Cut(padded, 4, 1024, 4 if outputs == 4096 else 2, 0)
+        if 4096 < size <= 8192 and size % 4096:
+            return Cut(padded, 4, 1024, 4, 0)
         return Cut(padded, 2, 2048, 4, 0)
     if eight_bits:
-        if gated and outputs <= 4096:
-            return Cut(padded, 1 if beside else 4, 1024, 2, 0)
         if gated:
-            return Cut(padded, 1, 1024, 4, 0)
+            return Cut(padded, 1, 1024, 2 if beside and outputs <= 4096 else 4, 0)
         if size <= 1024:
-            return Cut(padded, 4, 512, 2, 0)
-        if size > 8192:
+            return Cut(padded, 2 if size <= 512 else 4, 512, 2, 0)
+        if size <= 2048:
+            return Cut(padded, 4, 1024, 2, 0)
+        if size > 8192 or (size > 4096 and outputs == 4096):
             return Cut(padded, 4, 1024, 4, 0)
         if outputs > 4096:
             return Cut(padded, 2, 2048, 1, 0)
-        return Cut(padded, 2, 1024, 4, 0) if outputs < FEW else Cut(padded, 4, 2048, 2, 0)
+        return Cut(padded, 2, 1024, 4, 0) if outputs < 4096 else Cut(padded, 4, 2048, 2, 0)
     if gated:
         if size == 4096:
             return Cut(padded, 1, 2048, 4, 0)

@@ -78,10 +78,11 @@ def test_a_product_of_many_outputs(device: str, m: int) -> None:
         check_product(device, m, 150, 300, torch.float32, False, True, False)
 
 
-@pytest.mark.parametrize(("device", "m"), [on("interpreter", m) for m in (5, 20, 33, 64)])
+@pytest.mark.parametrize(("device", "m"), [on("interpreter", m) for m in (2, 5, 20, 33, 64)])
 def test_a_product_beside_other_kernels(device: str, m: int) -> None:
     """Whose tiles have 64 rows of the weight, as the first operand."""
-    sizes = {"MIDDLE": range(64, 200), "FEW": 64}
+    two = {(2, 150, 300, False): Cut(16, 64, 128, 4, 5, swapped=True)}
+    sizes = {"MIDDLE": range(64, 200), "FEW": 64, "FEW_BESIDE": two}
     with mock.patch.multiple(decode_shapes, **sizes):
         assert decode_shapes.blocks(m, 150, 300, False, 2, beside=True).block == 64
         for dtype in (torch.bfloat16, torch.float16):
@@ -90,9 +91,8 @@ def test_a_product_beside_other_kernels(device: str, m: int) -> None:
 
 @pytest.mark.parametrize(("device", "m", "n", "k"), LARGE)
 def test_products_of_llamas(device: str, m: int, n: int, k: int) -> None:
-    if m > decode_shapes.MAX_VECTOR_ROWS:
-        check_product(device, m, n, k, torch.bfloat16, False, False, True, beside=True)
-        check_product(device, m, n, k, torch.bfloat16, True, True, False, beside=True)
+    check_product(device, m, n, k, torch.bfloat16, False, False, True, beside=True)
+    check_product(device, m, n, k, torch.bfloat16, True, True, False, beside=True)
     check_product(device, m, n, k, torch.bfloat16, False, False, False)
     check_product(device, m, n, k, torch.bfloat16, True, True, False)
 
@@ -236,7 +236,7 @@ def test_cuts_of_products_beside_other_kernels() -> None:
         apart, beside = cuts(rows, 4096, 3584, eight_bits=True, half=True)
         assert beside == (Cut(32, 64, 256, 4, 5, swapped=True) if rows > 16 else apart)
         assert apart.block == 32
-    for shape in ((2, 4096, 1024), (16, 1536, 4096), (64, 8192, 2048), (64, 2304, 512)):
+    for shape in ((2, 8192, 2048), (16, 1536, 4096), (64, 8192, 2048), (64, 2304, 512)):
         apart, beside = cuts(*shape)
         assert apart == beside
     for rows, outputs, size, fewer in (
@@ -253,9 +253,8 @@ def test_cuts_of_products_beside_other_kernels() -> None:
     assert cuts(64, 1536, 4096, itemsize=4)[0] == cuts(64, 1536, 4096, itemsize=4)[1]
 
 
-def test_cuts_of_one_row() -> None:
-    """Some depend on what runs beside; of more rows, in float32, and in 8 bits but of gate and up,
-    none does."""
+def test_cuts_of_one_and_two_rows() -> None:
+    """Some depend on what runs beside; in float32, and in 8 bits but of gate and up, none does."""
 
     def cuts(*shape: Any, **kind: Any) -> list[Cut]:
         kind = {"gated": False, "itemsize": 2} | kind
@@ -266,12 +265,15 @@ def test_cuts_of_one_row() -> None:
     assert beside == alone._replace(block=2)
     alone, beside = cuts(1, 1536, 4096)
     assert (alone.step, beside.step) == (4096, 2048)
+    alone, beside = cuts(2, 4096, 3584)
+    assert (alone.stages, beside) == (0, Cut(16, 64, 128, 4, 7, swapped=True))
     alone, beside = cuts(1, 3584, 4096, gated=True, eight_bits=True)
-    assert (alone, beside) == (Cut(1, 4, 1024, 2, 0), Cut(1, 1, 1024, 2, 0))
+    assert (alone.warps, beside) == (4, alone._replace(warps=2))
     for kind in ({"itemsize": 4}, {"eight_bits": True}):
-        alone, beside = cuts(1, 4096, 1024, **kind)
-        assert alone == beside
-    for shape in ((2, 4096, 1024), (2, 1536, 4096), (1, 4096, 3584), (1, 1536, 8192)):
+        for rows in (1, 2):
+            alone, beside = cuts(rows, 4096, 1024, **kind)
+            assert alone == beside, kind
+    for shape in ((2, 1536, 4096), (1, 4096, 3584), (1, 1536, 8192)):
         alone, beside = cuts(*shape)
         assert alone == beside, shape
 
