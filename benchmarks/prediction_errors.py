@@ -28,7 +28,8 @@ NAMES = (
     "inference-beside", "fp8-beside", "fp8-landings", "inference-keys", "inference-keys-64",
     "table1-8b", "train-8b", "fp8-halves", "2b-class", "70b", "fp8-half-8b", "fp8-one-half-8b",
     "inference-apart", "fp8-apart", "2b-class-apart", "70b-apart", "table1-apart", "plans-apart",
-    "nccl-apart", "prompts-auto", "train-backward", "fp8", "train-operators",
+    "nccl-apart", "prompts-auto", "train-backward", "fp8", "train-operators", "inference-cuts",
+    "fp8-cuts", "2b-class-cuts", "half-8b-cuts",
 )  # fmt: skip
 # The second: operators without entries in the table, which has them now. The third: fitted.
 OLDER = (
