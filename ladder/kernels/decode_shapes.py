@@ -222,7 +222,7 @@ def _vectors(
         if size <= 1024:
             return Cut(padded, 2 if size <= 512 else 4, 512, 2, 0)
         if size <= 2048:
-            return Cut(padded, 4, 1024, 2, 0)
+            return Cut(padded, 4, 1024, 2 if outputs > 4096 else 4, 0)
         if size > 8192 or (size > 4096 and outputs == 4096):
             return Cut(padded, 4, 1024, 4, 0)
         if outputs > 4096:
