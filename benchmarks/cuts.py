@@ -3,12 +3,12 @@
     python benchmarks/cuts.py --cuts down=4x1024x2,2x4096x8 gate-up=1x2048x4 [--model llama-3-8b]
         [--plan ladder] [--batch 1] [--weights fp8] [--layers 8] [--context 1024] [--ranks 4]
 
-A cut is BLOCKxSTEPxWARPS; of products in tiles (3 rows and more) BLOCKxSTEPxWARPSxSTAGES, and then
-xPARTS; `s` behind it swaps the operands (`ladder.kernels.decode_shapes.Cut`). Products: qkv, o,
-gate-up, down, head. They are tried one after the other. The cuts of a product take turns with the
-best so far, which is what `decode_shapes.blocks` chooses until a cut takes 0.2 % less. Chains of
-products (products.py) do not tell which cuts are fast in a step: there the next kernel is another
-one, and begins before a product has ended.
+A cut is BLOCKxSTEPxWARPS; of products in tiles (as of 3 rows and more) BLOCKxSTEPxWARPSxSTAGES, and
+then xPARTS; `s` behind it swaps the operands (`ladder.kernels.decode_shapes.Cut`). Products: qkv,
+o, gate-up, down, head. They are tried one after the other. The cuts of a product take turns with
+the best so far, which is what `decode_shapes.blocks` chooses until a cut takes 0.2 % less. Chains
+of products (products.py) do not tell which cuts are fast in a step: there the next kernel is
+another one, and begins before a product has ended.
 
 With --ranks the model is one rank's part: its products push as one of so many ranks does, but to
 slots of all ranks on its own GPU, and landings wait for these. That is what a rank's step takes

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from ladder.costs import MULTIPROCESSORS
 from ladder.kernels.limits import MAX_ROWS
 
-# More rows are multiplied on tensor cores; of weights in 8 bits: see `_by_vectors`.
+# More rows are multiplied on tensor cores; of two, some (`FEW_BESIDE`); of weights in 8 bits: see
+# `_by_vectors`.
 MAX_VECTOR_ROWS = 2
 # Steps of a product on tensor cores whose weights are brought into L2 before its wait: 1 to 4 % of
 # a layer at 4, 16 and 64 rows (benchmarks/results/README.md), when steps of 4 and 16 were shorter.
@@ -39,7 +40,7 @@ class Cut(NamedTuple):
 
 # One and two rows of these products in 16 bits, by rows, outputs, inputs and whether gated: an 8B's
 # at TP 2, 4 and 8, a 70B's at TP 4, a 3B's at TP 2 and a 2B class's at TP 4. They are the fastest
-# in steps, where they fit what runs beside, and follow no rule.
+# in steps, or within 0.3 % of it, since they fit what runs beside, and follow no rule.
 FEW_ALONE = {
     (1, 3072, 1536, False): Cut(1, 4, 1024, 4, 0),
     (1, 4096, 1024, False): Cut(1, 4, 1024, 2, 0),
@@ -48,12 +49,14 @@ FEW_ALONE = {
     (2, 4096, 3584, False): Cut(2, 2, 1024, 2, 0),
 }
 FEW_BESIDE = {
+    (1, 1024, 2304, False): Cut(1, 1, 1024, 4, 0),
     (1, 1536, 4096, False): Cut(1, 1, 2048, 4, 0),
     (1, 1792, 4096, True): Cut(1, 1, 1024, 2, 0),
     (1, 2304, 2048, False): Cut(1, 4, 1024, 4, 0),
     (1, 2560, 8192, False): Cut(1, 1, 4096, 4, 0),
     (1, 3072, 1536, False): Cut(1, 2, 1024, 2, 0),
     (1, 4096, 1024, False): Cut(1, 2, 1024, 2, 0),
+    (2, 2048, 2304, True): Cut(2, 2, 512, 2, 0),
     (2, 2304, 2048, False): Cut(2, 4, 1024, 4, 0),
     (2, 2560, 3072, False): Cut(2, 1, 1024, 2, 0),
     (2, 3584, 4096, True): Cut(2, 2, 1024, 4, 0),
@@ -148,7 +151,7 @@ def _wide(padded: int, outputs: int, size: int, half: bool) -> Cut | None:
 
 
 def _by_vectors(rows: int, few: bool, gated: bool, short: bool, narrow: bool) -> bool:
-    """Whether a product needs no tensor cores."""
+    """Whether a product needs no tensor cores, but for those of FEW_BESIDE."""
     if not narrow or rows == 1:
         return rows <= MAX_VECTOR_ROWS
     # Weights in 8 bits wait for conversions: for tensor cores to float16, two by one instruction,
@@ -239,13 +242,13 @@ def _vectors(
     # Few outputs: more programs. Of 3072 columns, a step of 4096 would be a quarter padding.
     if size <= 2048 or (size <= 3072 and outputs >= FEW):
         return Cut(padded, 2 if outputs < 4096 else 4, 1024, 4, 0)
-    if size > 3072 and size % 4096:  # the last step of 4096 would be half padding
+    if size > 3072 and size % 4096:  # some of the last step of 4096 would be padding
         return Cut(padded, 4, 1024, 2 if size > 8192 else 4, 0)
     if size > 4096:
         return Cut(padded, 2, 4096, 8, 0)
     if outputs < 1024:
         return Cut(padded, 1, 2048, 4, 0)
-    if size == 4096 and FEW <= outputs < 6144:
+    if FEW <= outputs < 6144:
         return Cut(padded, 2, 1024, 4, 0) if outputs < 4096 else Cut(padded, 4, 2048, 4, 0)
     return Cut(padded, 2, 4096, 4, 0)
 

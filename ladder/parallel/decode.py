@@ -320,7 +320,9 @@ class DecodePass(Pass):
         """Compute it; factor * `add` is added to the pushed result, but not to the kept one."""
         for other in product.others:
             assert not keep or push is None, "the kept result would lack the other products"
-            add = other.weight.project(other.x, add=add, factor=factor, beside=self.beside)
+            # Cuts of one and two rows fit two sublayers at once, not the parts of one.
+            beside = self.beside and len(other.x) > decode_shapes.MAX_VECTOR_ROWS
+            add = other.weight.project(other.x, add=add, factor=factor, beside=beside)
             factor = 1.0
         self.chains.merge()  # after which the last of several runs alone
         return product.weight.project(

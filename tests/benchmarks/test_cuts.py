@@ -83,8 +83,8 @@ def test_only_the_named_product_is_cut_otherwise() -> None:
     today = {name: decode_shapes.blocks(1, *key, 2) for name, key in KEYS.items()}
     with cuts.cut_as({KEYS["down"]: tried}):
         found = {name: decode_shapes.blocks(1, *key, 2) for name, key in KEYS.items()}
-        of_ranks = decode_shapes.blocks(1, *KEYS["o"], 2, beside=True)
+        beside = decode_shapes.blocks(1, *KEYS["o"], 2, beside=True)
     assert found == today | {"down": tried}
-    assert of_ranks == decode_shapes.blocks(1, *KEYS["o"], 2, beside=True) != today["o"]
+    assert beside == decode_shapes.blocks(1, *KEYS["o"], 2, beside=True) != today["o"]
     assert KEYS["gate-up"] == (3584, 4096, True)
     assert KEYS["qkv"] == (1536, 4096, False)

@@ -55,7 +55,7 @@ SMALL = [  # rows, weight rows, columns, dtype
 LARGE = [
     *(
         on("cuda", m, *s)
-        for m in (1, 8, 32, 64)
+        for m in (1, 2, 8, 32, 64)
         for s in ((1536, 4096), (4096, 1024), (4096, 3584))
     ),
     *(on("cuda", m, *s) for m in (1, 33) for s in ((2560, 8192), (8192, 2048), (8192, 7168))),
@@ -85,8 +85,10 @@ def test_a_product_beside_other_kernels(device: str, m: int) -> None:
     sizes = {"MIDDLE": range(64, 200), "FEW": 64, "FEW_BESIDE": two}
     with mock.patch.multiple(decode_shapes, **sizes):
         assert decode_shapes.blocks(m, 150, 300, False, 2, beside=True).block == 64
-        for dtype in (torch.bfloat16, torch.float16):
-            check_product(device, m, 150, 300, dtype, False, True, True, beside=True)
+        with mock.patch.object(decode_shapes, "blocks", wraps=decode_shapes.blocks) as cut:
+            for dtype in (torch.bfloat16, torch.float16):
+                check_product(device, m, 150, 300, dtype, False, True, True, beside=True)
+    assert [call.args[-1] for call in cut.call_args_list] == [True, True]
 
 
 @pytest.mark.parametrize(("device", "m", "n", "k"), LARGE)
@@ -270,12 +272,17 @@ def test_cuts_of_one_and_two_rows() -> None:
     alone, beside = cuts(1, 3584, 4096, gated=True, eight_bits=True)
     assert (alone.warps, beside) == (4, alone._replace(warps=2))
     for kind in ({"itemsize": 4}, {"eight_bits": True}):
-        for rows in (1, 2):
-            alone, beside = cuts(rows, 4096, 1024, **kind)
+        for shape in ((1, 4096, 1024), (2, 4096, 1024), (2, 4096, 3584)):
+            alone, beside = cuts(*shape, **kind)
             assert alone == beside, kind
     for shape in ((2, 1536, 4096), (1, 4096, 3584), (1, 1536, 8192)):
         alone, beside = cuts(*shape)
         assert alone == beside, shape
+    # Steps that leave little padding.
+    steps = [cuts(1, 4096, size)[0].step for size in (512, 3584, 7168)]
+    assert steps == [512, 1024, 1024]
+    assert cuts(1, 4096, 7168, eight_bits=True)[0].step == 1024
+    assert [cuts(1, 4096, size, gated=True)[0].warps for size in (2048, 3072, 8192)] == [4, 2, 4]
 
 
 def test_programs_of_gated_products_have_equal_shares() -> None:
