@@ -7,8 +7,8 @@ from typing import NamedTuple
 from ladder.costs import MULTIPROCESSORS
 from ladder.kernels.limits import MAX_ROWS
 
-# More rows are multiplied on tensor cores; of two, some (`FEW_BESIDE`); of weights in 8 bits: see
-# `_by_vectors`.
+# More rows are multiplied on tensor cores; of two, some (`SHAPES_BESIDE`); of weights in 8 bits:
+# see `_by_vectors`.
 MAX_VECTOR_ROWS = 2
 # Steps of a product on tensor cores whose weights are brought into L2 before its wait: 1 to 4 % of
 # a layer at 4, 16 and 64 rows (benchmarks/results/README.md), when steps of 4 and 16 were shorter.
@@ -41,14 +41,14 @@ class Cut(NamedTuple):
 # One and two rows of these products in 16 bits, by rows, outputs, inputs and whether gated: an 8B's
 # at TP 2, 4 and 8, a 70B's at TP 4, a 3B's at TP 2 and a 2B class's at TP 4. They are the fastest
 # in steps, or within 0.3 % of it, since they fit what runs beside, and follow no rule.
-FEW_ALONE = {
+SHAPES_ALONE = {
     (1, 3072, 1536, False): Cut(1, 4, 1024, 4, 0),
     (1, 4096, 1024, False): Cut(1, 4, 1024, 2, 0),
     (1, 4096, 2048, False): Cut(1, 4, 2048, 4, 0),
     (1, 8192, 2048, False): Cut(1, 4, 1024, 2, 0),
     (2, 4096, 3584, False): Cut(2, 2, 1024, 2, 0),
 }
-FEW_BESIDE = {
+SHAPES_BESIDE = {
     (1, 1024, 2304, False): Cut(1, 1, 1024, 4, 0),
     (1, 1536, 4096, False): Cut(1, 1, 2048, 4, 0),
     (1, 1792, 4096, True): Cut(1, 1, 1024, 2, 0),
@@ -100,7 +100,7 @@ def blocks(
     narrow = eight_bits and itemsize == 2  # tiles of float32 in parts spill registers
     if _by_vectors(rows, few, gated, short, narrow):
         plain = itemsize == 2 and not eight_bits
-        special = (FEW_BESIDE if beside else FEW_ALONE) if plain else {}
+        special = (SHAPES_BESIDE if beside else SHAPES_ALONE) if plain else {}
         key = rows, outputs, size, gated
         return special.get(key) or _vectors(*key, eight_bits, beside)
     padded = max(16, power_of_2(rows))
@@ -151,7 +151,7 @@ def _wide(padded: int, outputs: int, size: int, half: bool) -> Cut | None:
 
 
 def _by_vectors(rows: int, few: bool, gated: bool, short: bool, narrow: bool) -> bool:
-    """Whether a product needs no tensor cores, but for those of FEW_BESIDE."""
+    """Whether a product needs no tensor cores, but for those of SHAPES_BESIDE."""
     if not narrow or rows == 1:
         return rows <= MAX_VECTOR_ROWS
     # Weights in 8 bits wait for conversions: for tensor cores to float16, two by one instruction,
@@ -204,53 +204,62 @@ def _vectors(
 ) -> Cut:
     """Programs whose threads multiply and add. How many loads are in flight follows from how many
     of the later steps' the compiler moves ahead, so the fastest cut follows no rule of sizes."""
-    padded = power_of_2(rows)
-    if rows > 1:
-        if eight_bits and size > 1024:
-            return Cut(padded, padded, 2048, 4, 0)
-        if gated and eight_bits:
-            return Cut(padded, 2, 1024, 4, 0)
-        if gated:
-            return Cut(padded, 1, 1024, 4 if size > 4096 else 2, 0)
-        if size <= 1024:
-            return Cut(padded, 2, 512, 2, 0)
-        if size == 4096 and outputs >= 4096:
-            return Cut(padded, 4, 1024, 4 if outputs == 4096 else 2, 0)
-        if 4096 < size <= 8192 and size % 4096:
-            return Cut(padded, 4, 1024, 4, 0)
-        return Cut(padded, 2, 2048, 4, 0)
     if eight_bits:
-        if gated:
-            return Cut(padded, 1, 1024, 2 if beside and outputs <= 4096 else 4, 0)
-        if size <= 1024:
-            return Cut(padded, 2 if size <= 512 else 4, 512, 2, 0)
-        if size <= 2048:
-            return Cut(padded, 4, 1024, 2 if outputs > 4096 else 4, 0)
-        if size > 8192 or (size > 4096 and outputs == 4096):
-            return Cut(padded, 4, 1024, 4, 0)
-        if outputs > 4096:
-            return Cut(padded, 2, 2048, 1, 0)
-        return Cut(padded, 2, 1024, 4, 0) if outputs < 4096 else Cut(padded, 4, 2048, 2, 0)
+        return _vectors_of_8_bits(power_of_2(rows), outputs, size, gated, beside)
+    return (_one_row if rows == 1 else _two_rows)(outputs, size, gated)
+
+
+def _vectors_of_8_bits(padded: int, outputs: int, size: int, gated: bool, beside: bool) -> Cut:
+    if padded > 1:
+        if size > 1024:
+            return Cut(padded, padded, 2048, 4, 0)
+        return Cut(padded, 2, 1024, 4, 0) if gated else Cut(padded, 2, 512, 2, 0)
+    if gated:
+        return Cut(1, 1, 1024, 2 if beside and outputs <= 4096 else 4, 0)
+    if size <= 1024:
+        return Cut(1, 2 if size <= 512 else 4, 512, 2, 0)
+    if size <= 2048:
+        return Cut(1, 4, 1024, 2 if outputs > 4096 else 4, 0)
+    if size > 8192 or (size > 4096 and outputs == 4096):
+        return Cut(1, 4, 1024, 4, 0)
+    if outputs > 4096:
+        return Cut(1, 2, 2048, 1, 0)
+    return Cut(1, 2, 1024, 4, 0) if outputs < 4096 else Cut(1, 4, 2048, 2, 0)
+
+
+def _two_rows(outputs: int, size: int, gated: bool) -> Cut:
+    if gated:
+        return Cut(2, 1, 1024, 4 if size > 4096 else 2, 0)
+    if size <= 1024:
+        return Cut(2, 2, 512, 2, 0)
+    if size == 4096 and outputs >= 4096:
+        return Cut(2, 4, 1024, 4 if outputs == 4096 else 2, 0)
+    if 4096 < size <= 8192 and size % 4096:
+        return Cut(2, 4, 1024, 4, 0)
+    return Cut(2, 2, 2048, 4, 0)
+
+
+def _one_row(outputs: int, size: int, gated: bool) -> Cut:
     if gated:
         if size == 4096:
-            return Cut(padded, 1, 2048, 4, 0)
-        return Cut(padded, 2, 1024, 2 if 2048 < size <= 3072 else 4, 0)
+            return Cut(1, 1, 2048, 4, 0)
+        return Cut(1, 2, 1024, 2 if 2048 < size <= 3072 else 4, 0)
     if size <= 512:
-        return Cut(padded, 4, 512, 2, 0)
+        return Cut(1, 4, 512, 2, 0)
     if size <= 1024:
-        return Cut(padded, 4, 1024, 4, 0)
+        return Cut(1, 4, 1024, 4, 0)
     # Few outputs: more programs. Of 3072 columns, a step of 4096 would be a quarter padding.
     if size <= 2048 or (size <= 3072 and outputs >= FEW):
-        return Cut(padded, 2 if outputs < 4096 else 4, 1024, 4, 0)
+        return Cut(1, 2 if outputs < 4096 else 4, 1024, 4, 0)
     if size > 3072 and size % 4096:  # some of the last step of 4096 would be padding
-        return Cut(padded, 4, 1024, 2 if size > 8192 else 4, 0)
+        return Cut(1, 4, 1024, 2 if size > 8192 else 4, 0)
     if size > 4096:
-        return Cut(padded, 2, 4096, 8, 0)
+        return Cut(1, 2, 4096, 8, 0)
     if outputs < 1024:
-        return Cut(padded, 1, 2048, 4, 0)
+        return Cut(1, 1, 2048, 4, 0)
     if FEW <= outputs < 6144:
-        return Cut(padded, 2, 1024, 4, 0) if outputs < 4096 else Cut(padded, 4, 2048, 4, 0)
-    return Cut(padded, 2, 4096, 4, 0)
+        return Cut(1, 2, 1024, 4, 0) if outputs < 4096 else Cut(1, 4, 2048, 4, 0)
+    return Cut(1, 2, 4096, 4, 0)
 
 
 def rows_each(outputs: int, block: int, gated: bool) -> int:

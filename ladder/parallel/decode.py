@@ -320,7 +320,8 @@ class DecodePass(Pass):
         """Compute it; factor * `add` is added to the pushed result, but not to the kept one."""
         for other in product.others:
             assert not keep or push is None, "the kept result would lack the other products"
-            # Cuts of one and two rows fit two sublayers at once, not the parts of one.
+            # Down of `parallel`. Cuts of one and two rows beside others were found in steps of a
+            # ladder; of two, this one's made steps of `parallel` 1 % longer.
             beside = self.beside and len(other.x) > decode_shapes.MAX_VECTOR_ROWS
             add = other.weight.project(other.x, add=add, factor=factor, beside=beside)
             factor = 1.0

@@ -82,7 +82,7 @@ def test_a_product_of_many_outputs(device: str, m: int) -> None:
 def test_a_product_beside_other_kernels(device: str, m: int) -> None:
     """Whose tiles have 64 rows of the weight, as the first operand."""
     two = {(2, 150, 300, False): Cut(16, 64, 128, 4, 5, swapped=True)}
-    sizes = {"MIDDLE": range(64, 200), "FEW": 64, "FEW_BESIDE": two}
+    sizes = {"MIDDLE": range(64, 200), "FEW": 64, "SHAPES_BESIDE": two}
     with mock.patch.multiple(decode_shapes, **sizes):
         assert decode_shapes.blocks(m, 150, 300, False, 2, beside=True).block == 64
         with mock.patch.object(decode_shapes, "blocks", wraps=decode_shapes.blocks) as cut:
