@@ -34,7 +34,7 @@ LOG2_E = 1.4426950408889634
 def decode_attention_reference(
     qkv: Tensor, table: Tensor, positions: Tensor, keys: Tensor, values: Tensor, num_heads: int,
     scale: float, bias: Tensor | None = None, gains: Pair | None = None, eps: float = 0.0,
-    exponents: Pair | None = None,
+    exponents: Pair | None = None, gives: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     kv_heads = keys.shape[1]
     whole = qkv.float() if bias is None else qkv.float() + bias.float()
@@ -68,7 +68,7 @@ def decode_attention_reference(
     weights = (scores * scale).masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
     # Masked: unused memory may hold NaN, and 0 times NaN is NaN.
     used = read[1].masked_fill(~seen[:, None, :, None], 0.0)
-    return torch.einsum("bhgl,bhld->bhgd", weights, used).flatten(1).to(qkv.dtype)
+    return torch.einsum("bhgl,bhld->bhgd", weights, used).flatten(1).to(gives or qkv.dtype)
 
 
 @kernel("computation")
@@ -254,8 +254,19 @@ def decode_attention(
     check_extras(bias, gains, qkv, qkv.shape[1], head_dim)
     if not on_triton(qkv):
         return decode_attention_reference(
-            qkv, table, positions, keys, values, num_heads, scale, bias, gains, eps, exponents
-        ).to(gives)
+            qkv,
+            table,
+            positions,
+            keys,
+            values,
+            num_heads,
+            scale,
+            bias,
+            gains,
+            eps,
+            exponents,
+            gives,
+        )
     q_gain, k_gain = gains or (qkv, qkv)
     out = torch.empty(batch, num_heads * head_dim, dtype=gives, device=qkv.device)
     dims = max(16, triton.next_power_of_2(head_dim))
