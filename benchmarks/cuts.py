@@ -193,7 +193,6 @@ def main(options: argparse.Namespace) -> int:
 
 
 def try_cuts(options: argparse.Namespace) -> int:
-    device = launch.join("cuda")
     point = InferencePoint(
         options.model, options.plan, "async", 1, options.batch, options.context, 1,
         options.layers, weights=options.weights,
@@ -201,6 +200,7 @@ def try_cuts(options: argparse.Namespace) -> int:
     config = resolve(point)
     keys = products(config)
     wanted = parse_cuts(options.cuts, options.batch, keys)
+    device = launch.join("cuda")
     engine = Engine(build_model(point, config, "async", device))
     chosen: dict[Key, Cut] = {}
     best = capture(engine, options.batch, options.context)

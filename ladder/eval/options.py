@@ -68,6 +68,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check(options: argparse.Namespace) -> None:
     """Raise UserError for mistakes that cost no work."""
+    for folder in options.models:
+        newest(folder)
     if (Path(options.out) / RESULTS).exists() and not options.overwrite:
         raise UserError(
             f"--out={options.out} holds results already; choose another folder, or add --overwrite"
@@ -77,8 +79,6 @@ def check(options: argparse.Namespace) -> None:
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')}={value} must be {least} or more")
     refuse_inside(options.out, [*options.models, *(options.text or ())])
-    for folder in options.models:
-        newest(folder)
 
 
 def run(options: argparse.Namespace) -> int:
