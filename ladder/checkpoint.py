@@ -44,6 +44,7 @@ QUANTISATION = "quantization_config"  # in config.json, Hugging Face's key: othe
 GENERATION = "generation_config.json"  # Hugging Face's: end-of-text tokens, sampling options
 CHECKSUMS = "checksums.json"  # of a run's checkpoint: the SHA-256 of every file, see `digest`
 RECORD = "train.json"  # of a run's checkpoint: its step and recipe
+SAMPLE = 2**20  # bytes
 SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -251,6 +252,27 @@ def first_damage(folder: Path, names: Collection[str] | None = None) -> str | No
         except OSError as error:
             wrong.append(f"{folder / name} cannot be read ({error.strerror})")
     return next((each for rank in launch.gathered(wrong) for each in rank), None)
+
+
+def model_hash(folder: Path) -> str:
+    """A hash that tells the model of a folder from others: of config.json and the tensors' files.
+
+    Of a run's checkpoint their checksums are known; of other tensors the size, and SAMPLE bytes at
+    both ends, are compared.
+    """
+    sums = read_checksums(folder) if (folder / CHECKSUMS).is_file() else {}
+    found = {"config.json": checksum(folder / "config.json")}
+    for path in folder.glob("*.safetensors"):
+        if path.name in sums:
+            found[path.name] = sums[path.name]
+            continue
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            ends = file.read(SAMPLE)
+            file.seek(max(0, size - SAMPLE))
+            ends += file.read(SAMPLE)
+        found[path.name] = f"{size} {hashlib.sha256(ends).hexdigest()}"
+    return digest(found)
 
 
 def refuse_damage(reader: TensorReader, remedy: str) -> None:

@@ -46,10 +46,13 @@ class Holder:
 
 
 class Lock:
-    """The lock file `path`, held by this process. what: the locked folder's name in errors."""
+    """The lock file `path`, held by this process. what: the locked folder's name in errors.
 
-    def __init__(self, path: Path, what: str, handle: int) -> None:
-        self.path, self.what, self.handle = path, what, handle
+    inherited: the file was there, left by a process that has died.
+    """
+
+    def __init__(self, path: Path, what: str, handle: int, inherited: bool) -> None:
+        self.path, self.what, self.handle, self.inherited = path, what, handle, inherited
         now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         self.holder = Holder(socket.gethostname(), _machine(), os.getpid(), now)
         text = json.dumps(asdict(self.holder)).encode()
@@ -188,7 +191,7 @@ def _judge(path: Path, what: str, handle: int, created: bool, last: bool) -> Loc
         return None
     holder = _holder(path)
     if not blocked and (created or (known and (holder is None or holder.is_here))):
-        return Lock(path, what, handle)
+        return Lock(path, what, handle, not created)
     if not last and (holder is None or (blocked and holder.is_here and not _alive(holder.pid))):
         return None  # another process has just taken the lock, and is about to write its name
     silent = _silent(path)
@@ -201,7 +204,7 @@ def _judge(path: Path, what: str, handle: int, created: bool, last: bool) -> Loc
         )
         _refuse(path, what, holder, remedy)
     if not blocked:
-        return Lock(path, what, handle)
+        return Lock(path, what, handle, not created)
     path.unlink(missing_ok=True)  # a file server still holds the lock of a dead machine
     return None
 

@@ -53,8 +53,13 @@ def driver_version() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout that this package lies in, or `unknown`."""
-    folder = Path(__file__).parent
-    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or "unknown"
+    """The commit of the checkout that this package lies in, or `unknown`; with `-dirty` if the
+    package's files are not those of the commit."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+
+    def output(*words: str) -> str:
+        run = subprocess.run([*git, *words], capture_output=True, text=True, check=False)
+        return run.stdout.strip()
+
+    changed = output("status", "--porcelain", "--untracked-files=no", "--", ".")
+    return (output("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if changed else "")

@@ -95,13 +95,15 @@ class EncodeChat:
             for piece in pieces:
                 ids = np.array(next(encodings).ids, np.uint32)
                 if piece.answer:
-                    ids[: self._learnt(ids)] |= ANSWER
+                    ids[: self._learnt(piece.text, ids)] |= ANSWER
                 parts.append(ids)
             tokens = np.concatenate(parts)
             tokens[:1] |= BEGINS
             yield tokens.astype("<u4", copy=False)
 
-    def _learnt(self, answer: npt.NDArray[Any]) -> int:
-        """The number of tokens to learn: up to the end token; a new line may follow that."""
+    def _learnt(self, text: str, answer: npt.NDArray[Any]) -> int:
+        """The number of tokens to learn: up to the end token, which a new line may follow; all, if
+        the answer goes on after its last special token."""
         ends = np.flatnonzero(np.isin(answer, self._special))
-        return int(ends[-1]) + 1 if len(ends) else len(answer)
+        after = self._names.split(text)[-1]
+        return int(ends[-1]) + 1 if len(ends) and not after.strip() else len(answer)

@@ -6,6 +6,7 @@ be cut into parts that are read independently; its documents do not depend on th
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -107,14 +108,14 @@ def read_documents(part: FilePart, field: Field) -> Iterator[Document]:
             )
         data = path.read_bytes()
     try:
-        text = data.decode("utf-8")
+        text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}); convert "
             f"it, or take it out of the paths given"
         ) from error
-    if data:
-        yield Document(part.source.name, text, len(data))
+    if text:
+        yield Document(part.source.name, text, utf8_size(text, str(path)))
 
 
 def utf8_size(text: str, where: str) -> int:

@@ -19,6 +19,7 @@ from ladder.data.batches import Batches, Windows, make_windows
 from ladder.data.prepared import TokenData, open_data
 from ladder.data.sources import SPLITS
 from ladder.data.split import Split
+from ladder.data.tokenizer import TEMPLATE
 from ladder.data.weights import parse_sources, whole_shares
 from ladder.models.errors import UserError
 
@@ -27,13 +28,20 @@ from ladder.models.errors import UserError
 class Mix(TokenData):
     """Prepared folders with the same tokenizer, and a weight each.
 
-    splits: all sources' tokens, one source after another. folder: the first source's, for its
-    tokenizer. index: the sources' indices and shares, which must be the same when a run resumes.
+    splits: all sources' tokens, one source after another. folder, eos_id: of the first source with
+    a chat template, else of the first, for its tokenizer. index: the sources' indices and shares,
+    which must be the same when a run resumes.
     shares: the sequences of each source in one cycle, integers without a common divisor.
     """
 
     sources: tuple[TokenData, ...]
     shares: tuple[int, ...]
+
+    @property
+    def ends(self) -> int | list[int]:
+        """Of all sources: text has the tokenizer's end token, conversations their template's."""
+        found = list(dict.fromkeys([self.eos_id, *(source.eos_id for source in self.sources)]))
+        return found if len(found) > 1 else found[0]
 
     def _windows(self, split: str, seq_len: int) -> Batches:
         parts = []
@@ -57,7 +65,7 @@ class MixedWindows(Batches):
     def __init__(
         self, parts: Sequence[Windows], shares: Sequence[int], ends: Sequence[int]
     ) -> None:
-        # The end token of each source: text has the tokenizer's, conversations their template's.
+        """ends: the end token of each source."""
         self.parts, self.shares, self.ends = parts, shares, ends
         self.bases = np.cumsum([0, *(len(part) for part in parts)])
         self.source = plan_cycle(shares)  # the source of each entry of the cycle
@@ -98,6 +106,13 @@ class MixedWindows(Batches):
     def targets(self, indices: Sequence[int]) -> int:
         located = map(self._locate, indices)
         return sum(self.parts[source].targets([number]) for source, number in located)
+
+    def passes(self, drawn: int) -> list[float]:
+        """How often the windows of each source are read, of so many that are drawn."""
+        cycles = drawn / len(self.source)
+        return [
+            cycles * share / len(part) for part, share in zip(self.parts, self.shares, strict=True)
+        ]
 
     def notes(self) -> list[str]:
         return [note for part in self.parts for note in part.notes()]
@@ -142,7 +157,8 @@ def plan_cycle(shares: Sequence[int]) -> npt.NDArray[np.int64]:
 def open_sources(data: Any) -> TokenData:
     """Open a recipe's `data`: a prepared folder, or a list of `{path, weight}`.
 
-    Raises UserError for an incomplete or damaged folder, and for sources with other tokenizers.
+    Raises UserError for an incomplete or damaged folder, and for sources with other tokenizers or
+    chat templates.
     """
     if isinstance(data, str):
         return open_data(data)
@@ -157,11 +173,20 @@ def open_sources(data: Any) -> TokenData:
             )
     if len(sources) == 1:
         return first
+    chats = [source for source in sources if (source.folder / TEMPLATE).is_file()]
+    for source in chats[1:]:
+        if (source.folder / TEMPLATE).read_bytes() != (chats[0].folder / TEMPLATE).read_bytes():
+            raise UserError(
+                f"data sources {chats[0].folder} and {source.folder} were made with different chat "
+                f"templates; prepare one again with --chat-template "
+                f"{chats[0].folder / TEMPLATE}"
+            )
+    home = chats[0] if chats else first
     shares = whole_shares([weight for _, weight in named])
     return Mix(
-        first.folder,
-        first.vocab_size,
-        first.eos_id,
+        home.folder,
+        home.vocab_size,
+        home.eos_id,
         first.token_bytes,
         {name: _join([source.split(name) for source in sources]) for name in SPLITS},
         {

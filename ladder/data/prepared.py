@@ -34,6 +34,11 @@ class TokenData:
     index: Mapping[str, Any]
     made: dict[Any, Batches] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
 
+    @property
+    def ends(self) -> int | list[int]:
+        """The tokens that end a text, for a model that learns from it: one, or several."""
+        return self.eos_id
+
     def split(self, name: str) -> Split:
         if name not in self.splits:
             raise unknown("split", name, self.splits)

@@ -68,16 +68,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check(options: argparse.Namespace) -> None:
     """Raise UserError for mistakes that cost no work."""
+    for name, least in (("batch", 1), ("limit", 1), ("num_fewshot", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')}={value} must be {least} or more")
     for folder in options.models:
         newest(folder)
     if (Path(options.out) / RESULTS).exists() and not options.overwrite:
         raise UserError(
             f"--out={options.out} holds results already; choose another folder, or add --overwrite"
         )
-    for name, least in (("batch", 1), ("limit", 1), ("num_fewshot", 0)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')}={value} must be {least} or more")
     refuse_inside(options.out, [*options.models, *(options.text or ())])
 
 

@@ -178,7 +178,7 @@ class Checkpointer:
         temporary = folder.with_name(f".{folder.name}.partial")
 
         def commit(sums: dict[str, str]) -> None:
-            write_config(temporary, config, self.data.eos_id, self.huggingface)
+            write_config(temporary, config, self.data.ends, self.huggingface)
             for name, content in self.companions.items():
                 (temporary / name).write_bytes(content)
             write_text(temporary / "train.json", json.dumps(record, indent=1) + "\n")

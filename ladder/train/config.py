@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from ladder.models.errors import UserError, unknown
 from ladder.train.conversion import listed_last
 
 # Keys that may change when a run resumes, since they do not change what is computed. The layout (tp
-# and the keys after it) changes only rounding; data is compared by content, model by its shape.
+# and the keys after it) changes only rounding; data is compared by content, model by its shape. For
+# init and teacher see ladder.train.run.
 FREE_ON_RESUME = (
     "log_interval",
     "eval_interval",
@@ -88,7 +89,8 @@ class TrainConfig:
     activation_checkpointing: the activations kept for the backward pass: all (`none`), those of
         matrix products and attention (`selective`), or only each sublayer's input (`full`).
     compile: torch.compile of each sublayer, landing and norm.
-    epochs: passes over the data, in place of `steps`; 0: `steps` counts.
+    epochs: passes over the data, in place of `steps`; 0: `steps` counts. Of several sources: as
+        many sequences as all of them have, drawn by weight.
     batch_size: sequences per step over all ranks; micro_batch_size: sequences per forward pass on
         one rank (0: the rank's whole share at once).
     mask_documents: a token attends only to tokens of its own document in the window; an end-of-text
@@ -282,16 +284,21 @@ def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
     return build(TrainConfig, data, where=f"training config {source!r}")
 
 
-def refuse_changes(old: Mapping[str, Any], new: TrainConfig, run: Path) -> None:
+def refuse_changes(
+    old: Mapping[str, Any], new: TrainConfig, run: Path, moved: Collection[str] = ()
+) -> None:
     """Raise UserError if a resumed run's config would change what is computed.
 
-    An option that is newer than the old run had its default there.
+    An option that is newer than the old run had its default there. moved: names of folders that may
+    have another path.
     """
     current = new.to_dict()
     for item in fields(TrainConfig):
         name = item.name
         before = old.get(name, item.default)
-        if name not in FREE_ON_RESUME and before != current[name]:
+        if name in FREE_ON_RESUME or (name in moved and before and current[name]):
+            continue
+        if before != current[name]:
             raise UserError(
                 f"{name}={current[name]!r} differs from the run in {run}, which was started with "
                 f"{name}={before!r}; resume with that, or start a new run with another out"

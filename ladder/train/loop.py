@@ -64,7 +64,8 @@ def train(
         data = open_sources(config.data)
         launch.agree({"data": fingerprint(data)})
         shards = stack.enter_context(Verification(data, launch.rank(), launch.world_size()))
-        run = check_run(config, data, mesh, here, resume)
+        left = launch.from_first(lock is not None and lock.inherited)
+        run = check_run(config, data, mesh, here, resume, left)
         return _train(run, shards, lock, stop_after)
 
 

@@ -40,10 +40,12 @@ def skip_from_here_on(optimizer: torch.optim.Optimizer, when: Tensor) -> None:
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """The rate of step 0, 1, ...: linear warm-up to lr, cosine to min_lr at the last step."""
+    """The rate of step 0, 1, ...: linear warm-up to lr, cosine to min_lr at the last of several."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    span = max(1, config.steps - 1 - config.warmup_steps)
+    span = config.steps - 1 - config.warmup_steps
+    if not span:  # one step is left
+        return config.min_lr if step else config.lr
     progress = min(1.0, (step - config.warmup_steps) / span)
     return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.checkpoint import checkpoints, read_json
+from ladder.checkpoint import checkpoints, model_hash, newest, read_json
 from ladder.data.batches import Batches
+from ladder.data.mix import Mix, MixedWindows
 from ladder.data.prepared import TokenData
 from ladder.files import write_text
 from ladder.models.config import ModelConfig
@@ -35,7 +36,7 @@ class Run:
     config: the recipe, with its length in steps. fingerprint: that of the data. source: the model
     and its initial weights. checkpoint: the folder from which the run resumes, and record: its
     train.json; None: the run starts at step 0. again: --resume was given, but there is no
-    checkpoint yet. micro: sequences per forward pass.
+    checkpoint yet. micro: sequences per forward pass. teacher: see `teacher_record`.
     """
 
     config: TrainConfig
@@ -49,6 +50,7 @@ class Run:
     record: Mapping[str, Any] | None
     again: bool
     micro: int
+    teacher: Mapping[str, str] | None
 
     @property
     def folder(self) -> Path:
@@ -86,18 +88,25 @@ class Run:
 
     def checkpoint_record(self, done: int) -> dict[str, Any]:
         """The train.json of the checkpoint after `done` steps."""
-        first = {"first_plan": self.source.first.to_dict()} if self.config.convert_layers else {}
+        more = {"first_plan": self.source.first.to_dict()} if self.config.convert_layers else {}
+        if self.teacher is not None:
+            more["teacher"] = dict(self.teacher)
         return {
             "step": done,
             "data": self.fingerprint,
             "layout": self.layout,
             "config": self.config.to_dict(),
-            **first,
+            **more,
         }
 
     def notes(self) -> list[str]:
         """Lines to print before training, after the run's header."""
-        return [*self.windows.notes(), *self.source.schedule.notes()]
+        found = [*self.windows.notes(), *self.source.schedule.notes()]
+        if isinstance(self.data, Mix) and isinstance(self.windows, MixedWindows):
+            passes = self.windows.passes(self.config.steps * self.config.batch_size)
+            said = zip(self.data.sources, passes, strict=True)
+            found.append(f"passes over {', '.join(f'{each.folder}: {n:.2g}' for each, n in said)}")
+        return found
 
     def going_on(self) -> list[str]:
         """Lines about a resumed run, to print before training."""
@@ -139,8 +148,11 @@ def check_run(
     mesh: DeviceMesh | None,
     device: torch.device,
     resume: bool,
+    left: bool = False,
 ) -> Run:
     """The run of a recipe on this mesh. All ranks must call this while rank 0 holds the lock.
+
+    left: the lock was there already, of a process that had died.
 
     Raises UserError, on every rank, for a folder, data, weights, number of ranks or a missing
     package that would make the run fail.
@@ -152,7 +164,7 @@ def check_run(
     # A run that resumes has its model in its own folder, which is checked first.
     source = None if resume else starting_point(config, data)
     content = fingerprint(data)
-    record = _check_folder(folder, config, content, resume, found)
+    record = _check_folder(folder, config, content, resume, found, left)
     checkpoint = found[-1][1] if record else None
     if source is None:
         source = starting_point(config, data, checkpoint, (record or {}).get("first_plan"))
@@ -167,9 +179,17 @@ def check_run(
         config.check_rows(sequences)
     launch.on_first(lambda: check_packages(config.tensorboard, config.wandb))
     again = resume and not record
+    teacher = teacher_record(config) if config.teacher else None
     return Run(
-        config, device, mesh, data, content, windows, source, checkpoint, record, again, micro
-    )
+        config, device, mesh, data, content, windows, source, checkpoint, record, again, micro,
+        teacher,
+    )  # fmt: skip
+
+
+def teacher_record(config: TrainConfig) -> dict[str, str]:
+    """The folder of a recipe's teacher, and a hash that tells it from others."""
+    folder = newest(Path(config.teacher))
+    return {"folder": str(folder), "model": model_hash(folder)}
 
 
 def _steps_of(record: Mapping[str, Any] | None) -> int:
@@ -199,33 +219,33 @@ def _check_folder(
     fingerprint: str,
     resume: bool,
     found: list[tuple[int, Path]],
+    left: bool,
 ) -> dict[str, Any] | None:
     """The record of the checkpoint from which to resume; None to start at step 0.
 
     Raises UserError if the run's folder does not fit the request.
     """
-    begun = (run / "recipe.json").exists() or (run / "metrics.jsonl").exists()
-    if not resume:
-        if found or begun:
-            raise UserError(
-                f"out={config.out} holds a run already; add --resume to continue it, "
-                f"or choose another out"
-            )
-        for name in ("index.json", "config.json", "tokenizer.json"):
-            if (run / name).exists():  # data, a model, a tokenizer
-                raise UserError(
-                    f"out={config.out} holds something else, {name}; choose another out"
-                )
-        return None
-    if not found and begun:
-        return None  # it ended before its first checkpoint
-    if not found:
+    begun = found or (run / "recipe.json").exists() or (run / "metrics.jsonl").exists()
+    if begun and not resume:
+        raise UserError(
+            f"out={config.out} holds a run already; add --resume to continue it, "
+            f"or choose another out"
+        )
+    if resume and not (begun or left):
         raise UserError(
             f"--resume: out={config.out} has no checkpoint to resume from; leave "
             f"--resume out to start"
         )
+    for name in () if begun else ("index.json", "config.json", "tokenizer.json"):
+        if (run / name).exists():  # data, a model, a tokenizer
+            raise UserError(f"out={config.out} holds something else, {name}; choose another out")
+    if not found:
+        return None  # a new run, or one that ended before its first checkpoint
     record = state.verified(found)
-    refuse_changes(record["config"], config, run)
+    # Weights come from the checkpoint, and the teacher is known by its files.
+    moved = ("init", "teacher") if "teacher" in record else ("init",)
+    refuse_changes(record["config"], config, run, moved)
+    _check_teacher(record.get("teacher"), config, run)
     if record.get("data") != fingerprint:
         raise UserError(
             f"data={config.data} has changed since the run in {run} was started; "
@@ -238,6 +258,19 @@ def _check_folder(
             f"further, start another run from them: init={config.out} and another out"
         )
     return record
+
+
+def _check_teacher(before: Mapping[str, str] | None, config: TrainConfig, run: Path) -> None:
+    """Raise UserError unless the recipe's teacher is that of a checkpoint's record."""
+    if not config.teacher or before is None:
+        return
+    now = teacher_record(config)
+    if now["model"] != before["model"]:
+        raise UserError(
+            f"teacher={config.teacher} is {now['folder']}, another model than that of the run in "
+            f"{run}, which was started with {before['folder']}; resume with that one, or start a "
+            f"new run with another out"
+        )
 
 
 def _layout(config: TrainConfig, micro: int | None, layout: Mapping[str, int] | None) -> dict:

@@ -76,6 +76,38 @@ def test_other_code_is_not_compared(
     assert len(measured) == 2
 
 
+def test_a_name_that_means_something_else_now_is_not_skipped(
+    tmp_path: Path, measured: list[list[InferencePoint]]
+) -> None:
+    """A plan's file that was written anew: its finished points are of the plan before."""
+    file = tmp_path / "mine.yaml"
+    layers = "layers:\n- {{layers: 0-{}, preset: {}}}\n"
+    file.write_text(layers.format(3, "ladder"))
+    again = job(tmp_path, plans=("standard", str(file)), batch=(1,))
+    assert bench.run_job(again) == 0
+    assert bench.run_job(again) == 0
+    file.write_text(layers.format(3, "parallel"))
+    with pytest.raises(UserError, match=r"holds .*mine.yaml.* whose model or plan has changed"):
+        bench.run_job(again)
+    assert len(measured) == 1
+
+
+def test_tables_of_the_users_own_are_among_the_facts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another table may choose other all-reduces and operators."""
+    monkeypatch.delenv("LADDER_DISPATCH", raising=False)
+    monkeypatch.delenv("LADDER_OPS_TABLE", raising=False)
+    assert bench.own_tables() is None
+    found = []
+    for content in ("[]", "[ ]"):
+        (tmp_path / "t.json").write_text(content)
+        monkeypatch.setenv("LADDER_DISPATCH", str(tmp_path / "t.json"))
+        found.append(bench.own_tables())
+    assert [{*each} for each in found if each] == [{"LADDER_DISPATCH"}] * 2
+    assert found[0] != found[1]
+
+
 def test_a_trace_that_fails_costs_no_figures(
     tmp_path: Path, measured: list[list[InferencePoint]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

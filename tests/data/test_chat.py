@@ -130,6 +130,20 @@ def test_the_last_token_is_learnt_where_it_is_an_answers(tokenizer: Path, tmp_pa
             assert np.array_equal(one, other), chunk
 
 
+def test_an_answer_that_begins_with_a_special_token_is_learnt(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    """Where no end token follows it, the whole answer."""
+    source = TEMPLATE.replace("{{ message['content'] | trim }}", "@{{ message['content'] | trim }}")
+    source = source.replace("{{ eos_token }}", "").replace("@", "{{ eos_token }}")
+    (tmp_path / "open.jinja").write_text(source)
+    options = {"chat_template": tmp_path / "open.jinja", "heldout_fraction": 0}
+    windows = windows_of(prepare_chats(tmp_path, tokenizer, [CHAT], **options), 64)
+    ids = windows.read([0])[1][0]
+    said = load_tokenizer(tokenizer).decode(ids[ids >= 0].tolist(), skip_special_tokens=False)
+    assert said == "<|endoftext|>Three é\n<|endoftext|>no\n"
+
+
 def test_a_conversation_does_not_see_its_neighbours(prepared: Path) -> None:
     """Its losses in a window equal those that it has alone."""
     windows = windows_of(prepared, 128)

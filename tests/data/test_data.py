@@ -103,6 +103,15 @@ def test_text_is_read_as_it_is_asked_for(tmp_path: Path) -> None:
     assert [document.text for document in reading] == ["changed\r\n", "also"]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    """Of a text file or JSON lines; nor does it count as text."""
+    mark = b"\xef\xbb\xbf"
+    write(tmp_path, {"a.txt": mark + b"hello", "b.jsonl": mark + b'{"text": "\xc3\xa9"}\n'})
+    write(tmp_path, {"c.txt": mark})
+    found = open_corpus([tmp_path], heldout_fraction=0).read("train")
+    assert [(each.text, each.bytes) for each in found] == [("hello", 5), ("é", 2)]
+
+
 def test_standard_library_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches tests, installed packages, this machine's own files or broken encodings read."""
     kept: dict[str, str | bytes] = {"os.py": "import sys", "json/decoder.py": "é"}

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.checkpoint import (
+    CHECKSUMS,
     WEIGHTS,
     model_entries,
+    model_hash,
     newest,
     read_config,
     write_config,
@@ -167,6 +169,46 @@ def test_resume_is_bitwise(chats: Path, base: Path, tmp_path: Path) -> None:
     train(config, device="cpu", stop_after=3)
     train(config, device="cpu", resume=True)
     assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
+
+
+def test_the_teacher_may_move_and_not_change(corpus: Path, base: Path, tmp_path: Path) -> None:
+    """Nor is `init` read again. Catches a teacher that has trained on since, and one of as many
+    bytes; whole is the run that never stopped."""
+    train(distilling(corpus, base, tmp_path / "whole"), device="cpu")
+    moving = tmp_path / "base"
+    shutil.copytree(base, moving)
+    run = tmp_path / "run"
+    train(distilling(corpus, moving, run), device="cpu", stop_after=3)
+    last = newest(moving)
+    step = last.with_name("step-000061")
+    shutil.copytree(last, step)
+    config = (step / "config.json").read_text()
+    (step / "config.json").write_text(config.replace('"standard"', '"ladder"'))
+    with pytest.raises(UserError, match=r"is .*step-000061, another model .* started with .*60;"):
+        train(distilling(corpus, moving, run), device="cpu", resume=True)
+    shutil.rmtree(step)
+    moved = moving.rename(tmp_path / "moved")
+    with pytest.raises(UserError, match="teacher='' differs"):
+        train(distilling(corpus, moved, run, teacher=""), device="cpu", resume=True)
+    train(distilling(corpus, moved, run), device="cpu", resume=True)
+    assert untimed(run) == untimed(tmp_path / "whole")
+
+
+def test_models_are_told_apart_by_their_files(base: Path, tmp_path: Path) -> None:
+    """As a run's checkpoint and, without checksums, by sizes and both ends."""
+    folder = tmp_path / "model"
+    shutil.copytree(newest(base), folder)
+    assert model_hash(folder) == model_hash(newest(base))
+    (folder / CHECKSUMS).unlink()
+    found = {model_hash(folder)}
+    file = next(folder.glob("model*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    found.add(model_hash(folder))
+    file.write_bytes(content + b"0")
+    found.add(model_hash(folder))
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize(

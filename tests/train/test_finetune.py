@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,33 @@ def test_a_mixture_with_plain_text(corpus: Path, chats: Path, base: Path, tmp_pa
     texts = [n for n in range(4) if (targets[n] >= 0).all()]
     assert [int(begins[n].sum()) for n in texts] == [1]
     assert windows.targets(drawn) == int((targets >= 0).sum())
+
+
+def test_a_mixture_with_plain_text_gives_a_model_for_chats(
+    corpus: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In any order of the sources it has the template, and stops where either of them ends."""
+    other = tmp_path / "other"
+    shutil.copytree(chats, other)
+    index = json.loads((other / "index.json").read_text())
+    index["eos_id"] = 7  # as a tokenizer with a token for the ends of turns
+    (other / "index.json").write_text(json.dumps(index))
+    for n, order in enumerate(((corpus, other), (other, corpus))):
+        data = [{"path": str(path), "weight": 1 + 2 * (path == other)} for path in order]
+        config = recipe(corpus, tmp_path / f"run{n}", data=data, seq_len=SEQ, steps=4)
+        train(config, device="cpu")
+        folder = newest(tmp_path / f"run{n}")
+        assert {*read_stop_tokens(folder)} == {0, 7}
+        assert (folder / "chat_template.jinja").read_bytes() == (
+            chats / "chat_template.jinja"
+        ).read_bytes()
+        said = capsys.readouterr().out
+        for path, share in ((corpus, 1), (other, 3)):
+            passes = 4 * share / len(open_data(path).windows("train", SEQ))
+            assert f"{path}: {passes:.2g}" in said
+    (other / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(UserError, match="made with different chat templates; prepare one again"):
+        open_sources([{"path": str(path), "weight": 1} for path in (chats, other)])
 
 
 def test_the_command(chats: Path, base: Path, tmp_path: Path) -> None:

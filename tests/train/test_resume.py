@@ -18,6 +18,7 @@ from ladder.models import UserError
 from ladder.train import loop, metrics, shards
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
+from ladder.train.state import LOCK
 from tests.distributed import Pools
 from tests.train.runs import (
     DESYNC_THEN_LADDER,
@@ -137,6 +138,26 @@ def test_a_run_that_never_saved_can_be_resumed(
     assert "ended before its first checkpoint: it starts again" in capsys.readouterr().out
     train(recipe(corpus, tmp_path / "whole"), device="cpu")
     assert untimed(run) == untimed(tmp_path / "whole")
+
+
+def test_a_run_that_was_killed_before_its_first_write_can_be_resumed(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Only its lock is there then. A folder that is not there may be a slip of the pen."""
+    run = tmp_path / "run"
+    config = recipe(corpus, run, steps=3)
+    with pytest.raises(UserError, match="has no checkpoint to resume from"):
+        train(config, device="cpu", resume=True)
+    assert not run.exists()
+    run.mkdir()
+    (run / LOCK).touch()
+    (run / "tokenizer.json").touch()
+    with pytest.raises(UserError, match=r"holds something else, tokenizer\.json"):
+        train(config, device="cpu", resume=True)
+    (run / "tokenizer.json").unlink()
+    (run / LOCK).touch()
+    train(config, device="cpu", resume=True)
+    assert len(losses(run)) == 3
 
 
 def test_a_run_of_an_earlier_version_that_never_saved_can_be_resumed(

@@ -127,6 +127,10 @@ def test_learning_rate_schedule(corpus: Path, tmp_path: Path) -> None:
     assert rates[19] == rates[20] == 1.0
     assert rates[60] == pytest.approx(0.55)
     assert rates[100] == pytest.approx(0.1)
+    late = recipe(corpus, tmp_path, steps=3, warmup_steps=2, lr=1.0, min_lr=0.1)
+    assert [learning_rate(step, late) for step in range(3)] == [0.5, 1.0, 0.1]
+    one = recipe(corpus, tmp_path, steps=1, warmup_steps=0, lr=1.0, min_lr=0.1)
+    assert learning_rate(0, one) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from ladder.bench.inference.page import write_page
 from ladder.bench.inference.points import (
     InferencePoint,
     Settings,
+    definition,
     describe_case,
     expand,
     load_option_sets,
@@ -36,13 +37,15 @@ from ladder.bench.inference.points import (
 from ladder.bench.results import read_results
 from ladder.comm.access import common_push_refusal
 from ladder.comm.switch import P2P_SWITCH, p2p_disabled
-from ladder.files import check_writable, make_folder, write_text
+from ladder.files import check_writable, checksum, make_folder, write_text
 from ladder.models.errors import UserError
-from ladder.parallel import launch
+from ladder.ops import table
+from ladder.parallel import dispatch, launch
 from ladder.parallel.choose import REDUCERS
 from ladder.records import append, facts
 
-SAME = ("gpu", "torch", "commit")  # facts of the machine that compared records must share
+# Facts of the machine that compared records must share. tables: see `own_tables`.
+SAME = ("gpu", "torch", "commit", "tables")
 RESULTS, COLD, SUMMARY, PAGE = "inference.jsonl", "cold.jsonl", "summary.json", "inference.html"
 
 
@@ -184,12 +187,19 @@ def check_same_code(
     facts: Mapping[str, Any],
     file: Path,
 ) -> None:
-    """Raise UserError if new points of a case would be compared with those of other code.
+    """Raise UserError if new points of a case would be compared with those of other code, or if a
+    finished one was of another model or plan of that name.
 
     done: the records so far. skip: finished points, which are not measured again. facts: those of
     this machine.
     """
     kept = [point for point in case if point in skip]
+    for point in kept:
+        if done[point].get("definition") not in (None, definition(point)):
+            raise UserError(
+                f"{file} holds {point}, whose model or plan has changed since; choose another "
+                f"--out, or remove the lines of this case from the file"
+            )
     for point in kept if len(kept) < len(case) else ():
         for key in SAME:
             there, here = done[point]["machine"].get(key), facts.get(key)
@@ -214,7 +224,10 @@ def _keep(
     refused: list[str],
 ) -> None:
     """Append the records of measured points, and print the errors of refused ones."""
-    records = [{**record, "machine": facts} for record in found]
+    records = [
+        {**record, "definition": definition(InferencePoint(**record["point"])), "machine": facts}
+        for record in found
+    ]
     done |= by_point(records)
     if launch.rank() == 0:
         append(job.out / RESULTS, records)
@@ -287,4 +300,12 @@ def machine(device: torch.device, speed: float, rate: float) -> dict[str, Any]:
         "gpus": launch.world_size(),
         "bandwidth_tb_s": round(speed / 1e12, 3),
         "matrix_tflop_s": round(rate / 1e12, 1),
+        "tables": own_tables(),
     }
+
+
+def own_tables() -> dict[str, str] | None:
+    """The SHA-256 of the user's tables of all-reduces and operators, by the variables that name
+    them; None: there are none."""
+    given = {name: os.environ.get(name) for name in (dispatch.VARIABLE, table.VARIABLE)}
+    return {name: checksum(Path(file)) for name, file in given.items() if file} or None

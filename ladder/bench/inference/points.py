@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ladder.checkpoint import newest, quantised_as, read_config
+from ladder.checkpoint import model_hash, newest, quantised_as, read_config
 from ladder.config import configs_folder, find, load_plan, load_yaml, model_config
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, check_keys, unknown
@@ -224,6 +226,13 @@ def resolve(point: InferencePoint) -> ModelConfig:
         plan = plan.as_no_comm()
     config.check_divides(point.tp, "--tp")
     return replace(config, plan=plan, tp_degree=degree if plan.depends_on_tp else None)
+
+
+def definition(point: InferencePoint) -> str:
+    """A hash of what a point's names stand for now: a shape and a plan, or a folder's model."""
+    model = model_hash(newest(Path(point.model))) if is_folder(point.model) else ""
+    content = json.dumps([resolve(point).to_dict(), model])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def counterpart(point: InferencePoint, reducer: str) -> InferencePoint | None:
