@@ -252,9 +252,10 @@ def rotary_prompt(dtype: torch.dtype) -> Pairs:
 def embed(dtype: torch.dtype) -> Pairs:
     for count, rows, size, first in ((1, 7, 12, 0), (3, 20, 1030, 40), (64, 9, 2048, 5)):
         weight = random(dtype, rows, size)
-        tokens = torch.randint(0, first + rows + 3, (count,), device=DEVICE)
-        found = choice.embed(tokens, weight, first)
-        yield found, choice.embed(tokens.cpu(), weight.cpu(), first).to(DEVICE)
+        whole = first + rows + 3
+        tokens = torch.randint(0, whole, (count,), device=DEVICE)
+        found = choice.embed(tokens, weight, first, whole)
+        yield found, choice.embed(tokens.cpu(), weight.cpu(), first, whole).to(DEVICE)
 
 
 @case("greedy_choice")

@@ -72,6 +72,9 @@ def generate_command(options: argparse.Namespace) -> int:
         prompts = [_chat_prompt(template, tokenizer, text) for text in options.prompt]
         if not options.ignore_eos:
             stop.add(tokenizer.token_to_id(template.names["eos_token"]))
+    for text, prompt in zip(options.prompt, prompts, strict=True):
+        if not prompt:
+            raise UserError(f"--prompt={text!r} has no tokens; give some text")
     model = load_for_inference(
         folder,
         tp=options.tp,

@@ -24,8 +24,9 @@ from ladder.infer.cache import Cache, check_cache_kind
 from ladder.infer.fused import InferenceTransformer, can_fuse, fuse, fuse_refusal
 from ladder.infer.graphs import capture_graph
 from ladder.infer.load import load_for_inference, refuse_device
-from ladder.infer.prompts import check_prompt, padded_width
+from ladder.infer.prompts import padded_width, token_ids
 from ladder.infer.sampling import Sampling, choose_greedily, choose_parallel, draws
+from ladder.infer.settings import check_count, check_ids
 from ladder.kernels.carveout import DRIVERS, carveout, least
 from ladder.kernels.choice import GreedyChoice
 from ladder.models.errors import UserError
@@ -318,7 +319,8 @@ class Engine:
         on_token: Callable[[int, int], None] | None = None,
         ended: Callable[[int, list[int]], bool] | None = None,
     ) -> list[Completion]:
-        """Continue each prompt (token ids; lengths may differ); every rank returns the same.
+        """Continue each prompt (token ids, as a list or a tensor; lengths may differ); every rank
+        returns the same.
 
         stop: ids that end a sequence and are not part of it. on_token: called with (prompt index,
         token) for each new token. ended: called with (prompt index, its tokens so far); returns
@@ -326,11 +328,10 @@ class Engine:
         prompt and for a prompt that fills the model's context, NotFiniteError if the model's logits
         are not finite.
         """
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens={max_new_tokens} must be 1 or more")
-        context = self.model.config.max_seq_len
-        for i, prompt in enumerate(prompts):
-            check_prompt(i, prompt, context, self.model.config.vocab_size)
+        check_count("max_new_tokens", max_new_tokens, 1)
+        check_ids("stop", stop)
+        context, vocabulary = self.model.config.max_seq_len, self.model.config.vocab_size
+        prompts = [token_ids(i, prompt, context, vocabulary) for i, prompt in enumerate(prompts)]
         if not prompts:
             return []
         rooms = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]

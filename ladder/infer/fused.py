@@ -22,6 +22,7 @@ from ladder.costs import reduce_bytes
 from ladder.infer.cache import Cache
 from ladder.infer.halves import halve_attention, halve_swiglu
 from ladder.infer.packing import held_part, matrices_of, pack
+from ladder.infer.refusals import shape_refusals
 from ladder.jit import DTYPES, device_name
 from ladder.kernels import decode_shapes
 from ladder.kernels.attention import decode_attention
@@ -94,9 +95,9 @@ class FusedAttention(Sublayer):
         self.halves, self.eight_bits = halves, attention.q_proj.scales is not None
         if halves:
             own = [None] * self.held if self.bias is None else self.bias.view(self.held, -1)
-            parts = matrices_of(self.qkv), own, matrices_of(self.output)
-            for qkv, bias, output in zip(*parts, strict=True):
-                halve_attention(qkv, bias, self.kv_heads * head_dim, output)
+            parts = matrices_of(self.qkv), folded, own, matrices_of(self.output)
+            for qkv, gain, bias, output in zip(*parts, strict=True):
+                halve_attention(qkv, gain, bias, self.kv_heads * head_dim, output)
 
     def compute(self, x: Any, context: Context) -> Any:
         assert context.mask is None, "fused attention knows what to see from the cache's positions"
@@ -149,10 +150,9 @@ class FusedMLP(Sublayer):
         self.gate_up = pack([mlp.gate_proj, mlp.up_proj], folded, gated=True)
         self.down = pack([mlp.down_proj])
         if halves:
-            for gate_up, down in zip(
-                matrices_of(self.gate_up), matrices_of(self.down), strict=True
-            ):
-                halve_swiglu(gate_up, down)
+            parts = matrices_of(self.gate_up), folded, matrices_of(self.down)
+            for gate_up, gain, down in zip(*parts, strict=True):
+                halve_swiglu(gate_up, gain, down)
 
     def compute(self, x: Any, context: Context) -> Any:
         (inner,) = context.operators.column(x, (self.gate_up,))
@@ -164,12 +164,12 @@ class FusedEmbedding(nn.Module):
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
-        self.weight = embedding.weight
+        self.weight, self.vocab_size = embedding.weight, embedding.vocab_size
         self.first = vocabulary_start(embedding.vocab_size, embedding.ranks)
         self.parameter_specs = embedding.parameter_specs
 
     def forward(self, tokens: Tensor) -> Tensor:
-        rows = embed(tokens.flatten(), local(self.weight), self.first)
+        rows = embed(tokens.flatten(), local(self.weight), self.first, self.vocab_size)
         return rows.unflatten(0, tokens.shape)
 
 
@@ -195,10 +195,8 @@ def fuse_refusal(model: Transformer) -> str:
     computes, held = model.runtime.compute_dtype, model.reducer.ranks.held
     cut = any(cuts_blocks(matrix, held) for _, matrix in matrices(model))
     found = {
-        f"mixer={config.mixer} and feed_forward={config.feed_forward}": not config.has_usual_slots,
+        **dict.fromkeys(shape_refusals(config), True),
         f"{held} virtual ranks whose inputs are no multiples of a block's {BLOCK}": cut,
-        "biases of outputs (attention_bias)": config.attention_bias,
-        "biases of MLPs (mlp_bias)": config.mlp_bias,
         "adapters": model.adapted,
         f"weights in {stored}": stored not in DTYPES,
         f"computing in {computes} with weights in {stored}": computes not in (None, stored),

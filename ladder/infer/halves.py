@@ -3,9 +3,10 @@
 Hopper converts two values of e4m3 to float16 by one instruction, and to bfloat16 by four. float16
 holds nothing beyond 65504; but both inputs have bounds, by Cauchy and Schwarz: no normed input of D
 elements is longer than sqrt(D), so no element of its product is beyond sqrt(D) times the length of
-the weight's row. By that bound they are scaled by a power of two, which scales of weights take up:
-no kernel multiplies by it. What changes is the rounding, which loses no more than bfloat16's of an
-element above 2^-31 of the bound; and where the cache is in fp8, what is below its least scale.
+the weight's row. (The row is multiplied by the norm's weight where that is not folded into the
+matrix.) By that bound they are scaled by a power of two, which scales of weights take up: no kernel
+multiplies by it. What changes is the rounding, which loses no more than bfloat16's of an element
+above 2^-31 of the bound; and where the cache is in fp8, what is below its least scale.
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ from ladder.parallel.matrix import Matrix
 MOST = 2.0**15  # half of what float16 holds: the rest is for rounding
 
 
-def halve_swiglu(gate_up: Matrix, down: Matrix) -> None:
-    """Let `gate_up` give `down` its input in float16."""
+def halve_swiglu(gate_up: Matrix, gain: Tensor, down: Matrix) -> None:
+    """Let `gate_up` give `down` its input in float16. gain: [D], the norm's weight, or ones if it
+    is folded into `gate_up`."""
     assert gate_up.scales is not None
-    gate, up = _lengths(gate_up).chunk(2)
+    gate, up = _lengths(gate_up, gain).chunk(2)
     exponent = _exponent((gate * up).max() * gate_up.weight.shape[1])
     _scale(gate_up, slice(len(gate), None), down, exponent)
     gate_up.gives = torch.float16
 
 
-def halve_attention(qkv: Matrix, bias: Tensor | None, values: int, output: Matrix) -> None:
+def halve_attention(
+    qkv: Matrix, gain: Tensor, bias: Tensor | None, values: int, output: Matrix
+) -> None:
     """Scale values, the last `values` rows of `qkv` and `bias`, so that float16 holds what
-    attention gives `output`: none of its elements is beyond the largest value."""
-    most = _lengths(qkv)[-values:] * math.sqrt(qkv.weight.shape[1])
+    attention gives `output`: none of its elements is beyond the largest value. gain: as above."""
+    most = _lengths(qkv, gain)[-values:] * math.sqrt(qkv.weight.shape[1])
     if bias is not None:
         most += bias[-values:].abs()
     exponent = _exponent(most.max())
@@ -42,11 +46,11 @@ def halve_attention(qkv: Matrix, bias: Tensor | None, values: int, output: Matri
         bias[-values:] *= 2.0**exponent
 
 
-def _lengths(matrix: Matrix) -> Tensor:
-    """Of the rows of a matrix in e4m3: [N] float32."""
+def _lengths(matrix: Matrix, gain: Tensor) -> Tensor:
+    """Of the rows of a matrix in e4m3, times `gain`: [N] float32."""
     assert matrix.scales is not None
     rows = matrix.weight
-    squares = [rows[some].float().square().sum(1) for some in pieces(*rows.shape)]
+    squares = [(rows[some].float() * gain).square().sum(1) for some in pieces(*rows.shape)]
     return torch.cat(squares).sqrt() * matrix.scales
 
 

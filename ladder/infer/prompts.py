@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Any
 
 from ladder.models.errors import UserError, kind_of
 
@@ -17,25 +18,34 @@ def padded_width(longest: int) -> int:
     return math.ceil(longest / step) * step
 
 
-def check_prompt(i: int, prompt: Sequence[int] | str | int, context: int, vocab_size: int) -> None:
-    """Raise UserError unless a prompt is token ids of the vocabulary that leave room for one more.
+def token_ids(i: int, prompt: Any, context: int, vocab_size: int) -> list[int]:
+    """A prompt's token ids, of a sequence of integers, a tensor or an array.
 
-    i: its number, for the message.
+    i: its number, for errors. Raises UserError unless they are of the vocabulary and leave room for
+    one more.
     """
-    if isinstance(prompt, str | int):
+    found = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(found, str | int) or not isinstance(found, Iterable):
         raise UserError(
             f"prompt {i} is {kind_of(prompt)}, no list of token ids; encode text with the model's "
             f"tokenizer, and put a prompt alone into a list"
         )
-    if not prompt:
+    found = [each.item() if hasattr(each, "item") else each for each in found]
+    for each in found:
+        if not isinstance(each, int) or isinstance(each, bool):
+            raise UserError(
+                f"prompt {i} has {each!r}, no token id; give each prompt as a list of integers"
+            )
+    if not found:
         raise UserError(f"prompt {i} is empty; give at least one token")
-    if len(prompt) >= context:
+    if len(found) >= context:
         raise UserError(
-            f"prompt {i} has {len(prompt)} tokens and the model's context is "
+            f"prompt {i} has {len(found)} tokens and the model's context is "
             f"max_seq_len={context}; shorten it to {context - 1} or fewer"
         )
-    if not all(0 <= token < vocab_size for token in prompt):
+    if not all(0 <= token < vocab_size for token in found):
         raise UserError(
             f"prompt {i} has a token outside vocab_size={vocab_size}; is it another model's "
             f"tokenizer?"
         )
+    return found

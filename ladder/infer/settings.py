@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ladder.models.errors import UserError
@@ -30,8 +31,7 @@ class Sampling:
                 f"temperature={self.temperature} is too low to divide by; use 0 (greedy), or "
                 f"{COLDEST} and above"
             )
-        if self.top_k < 0:
-            raise UserError(f"top_k={self.top_k} must be 0 (all tokens) or above")
+        check_count("top_k", self.top_k, 0, " (all tokens)")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must be above 0 and at most 1 (all tokens)")
         if self.temperature == 0 and (self.top_k or self.top_p < 1):
@@ -39,5 +39,18 @@ class Sampling:
             raise UserError(
                 f"{name} has no effect at temperature=0 (greedy); also give a temperature, as 0.8"
             )
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"seed={self.seed} must be 0 or more, and below 2**63")
+        check_count("seed", self.seed, 0)
+        if self.seed >= 2**63:
+            raise UserError(f"seed={self.seed} must be below 2**63")
+
+
+def check_count(name: str, value: object, least: int, meaning: str = "") -> None:
+    """Raise UserError unless it is a whole number from `least` on."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{name}={value!r} must be a whole number, {least}{meaning} or above")
+
+
+def check_ids(name: str, value: object) -> None:
+    """Raise UserError unless it is a collection, as of token ids."""
+    if not isinstance(value, Collection) or isinstance(value, str):
+        raise UserError(f"{name}={value!r} must be token ids; put one alone into a list")

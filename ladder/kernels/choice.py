@@ -19,33 +19,40 @@ CHUNK = 1024
 @kernel("computation")
 @no_type_check
 def _embed_kernel(
-    tokens, weight, out, first, rows, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    tokens, weight, out, first, rows, vocabulary, D: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     begin(PDL)
     n = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(tokens + n) - first
+    token = tl.load(tokens + n)
+    row = token - first
     held = (row >= 0) & (row < rows)
     value = tl.load(weight + row * D + i, mask=held & (i < D), other=0)
+    unknown = (token < 0) | (token >= vocabulary)
+    value = tl.where(unknown, float("nan"), value.to(tl.float32))
     tl.store(out + n.to(tl.int64) * D + i, value, mask=i < D)
 
 
 @torch.no_grad()
-def embed(tokens: Tensor, weight: Tensor, first: int) -> Tensor:
+def embed(tokens: Tensor, weight: Tensor, first: int, vocabulary: int) -> Tensor:
     """The rows for tokens [M] of `weight` [V_local, D], which starts at token `first`: [M, D].
 
-    Tokens of other ranks have zeros.
+    Tokens of other ranks have zeros; tokens that are not 0 to `vocabulary` - 1 have NaN.
     """
     rows, size = weight.shape
     if not on_triton(tokens):
         held = (tokens >= first) & (tokens < first + rows)
-        return weight[(tokens - first).where(held, 0)] * held.unsqueeze(-1)
+        unknown = (tokens < 0) | (tokens >= vocabulary)
+        factor = held.to(weight.dtype).masked_fill(unknown, torch.nan)
+        return weight[(tokens - first).where(held, 0)] * factor.unsqueeze(-1)
     out = torch.empty(len(tokens), size, dtype=weight.dtype, device=weight.device)
     # Not a dependent launch: this kernel starts when the whole previous step has ended, so later
     # kernels may read that step's results before their own wait (`decode_attention`).
     launch(
         _embed_kernel, (len(tokens), triton.cdiv(size, CHUNK)), tokens.device,
-        tokens, weight, out, first, rows, D=size, BLOCK=CHUNK, num_warps=4, dependent=False,
+        tokens, weight, out, first, rows, vocabulary, D=size, BLOCK=CHUNK, num_warps=4,
+        dependent=False,
     )  # fmt: skip
     return out
 
@@ -122,6 +129,7 @@ def _choose_kernel(
         empty = tl.full([WP], EMPTY, tl.int32)
         tl.store(before, empty, mask=inside)
         tl.store(before + 1, empty, mask=inside)
+        tl.debug_barrier()  # each warp has loaded the epoch for itself
         tl.store(epochs + b, (epoch + 1) % SETS)
     finite = (wrong == 0) & (tl.abs(top) < float("inf"))
     tl.store(out + b, tl.where(finite, token, -1).to(tl.int64))

@@ -209,7 +209,7 @@ class ModelConfig:
         if self.num_kv_heads % degree and degree % self.num_kv_heads:
             raise UserError(
                 f"{option}={degree} neither divides num_kv_heads={self.num_kv_heads} "
-                f"nor is a multiple of it"
+                f"nor is a multiple of it; choose a divisor or a multiple"
             )
 
     def refuse_no_comm(self) -> None:

@@ -62,7 +62,8 @@ def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) 
         raise UserError(f"plan={spec!r} is neither a preset's name nor a list of records")
     if plan.num_layers != num_layers:
         raise UserError(
-            f"plan {plan.name!r} has {plan.num_layers} layers but the model has {num_layers}"
+            f"plan {plan.name!r} has {plan.num_layers} layer{'s' * (plan.num_layers != 1)} and the "
+            f"model {num_layers}; give every layer a record, or choose a model of as many layers"
         )
     _refuse_other_scales(plan, tp_degree)
     return plan
@@ -245,7 +246,10 @@ def _preset(
     count = 2 * len(layers)
     kinds = ("attention", "mlp") * len(layers)
     if (name in ("none", "hybrid") or (number and number[2])) and len(layers) != num_layers:
-        raise UserError(f"preset {name!r} covers the whole model only, not a range of layers")
+        raise UserError(
+            f"preset {name!r} covers the whole model only, not a range of layers; choose another "
+            f"preset, or write the layers' lags into a plan of your own"
+        )
     if name == "standard":
         return [SublayerRecord(kind) for kind in kinds]
     if name == "parallel":
@@ -277,7 +281,8 @@ def _preset(
         delay = int(number[2])
         if delay >= count:
             raise UserError(
-                f"plan {name!r} delays by {delay} sublayers but the model has only {count}"
+                f"plan {name!r} delays by {delay} sublayers but the model has only {count}; give a "
+                f"smaller number, or a model of more layers"
             )
         root = _root(name, tp_degree) if delay else 1.0
         return [

@@ -149,7 +149,7 @@ class PushReducer(AsyncReducer):
         self.dispatch = dispatch or load_dispatch(torch.cuda.get_device_name(), ranks.processes)
         self.picked: dict[int, str] = {}
         self.side_stream = torch.cuda.Stream(priority=-1)
-        self.pushes: dict[tuple[int, torch.dtype], PushAllReduce] = {}
+        self.pushes: dict[torch.dtype, PushAllReduce] = {}
         self.two_shot: TwoShotAllReduce | None = None
         self.in_flight = 0
 
@@ -186,10 +186,11 @@ class PushReducer(AsyncReducer):
         name = self.dispatch.pick(size) if partial.dtype in DTYPES else "nccl"
         self.note(size, name)
         if name == "push":
-            key = (partial.numel(), partial.dtype)
-            if key not in self.pushes:
-                self.pushes[key] = PushAllReduce(*key, self.group, partial.device)
-            return self.pushes[key]
+            dtype = partial.dtype
+            if dtype not in self.pushes:  # for messages of all sizes
+                most = self.dispatch.largest("push") // 16 * 16 // dtype.itemsize
+                self.pushes[dtype] = PushAllReduce(most, dtype, self.group, partial.device)
+            return self.pushes[dtype]
         if name == "two-shot" and self.two_shot is None:
             limit = self.dispatch.largest("two-shot")
             self.two_shot = TwoShotAllReduce(limit, self.group, partial.device)

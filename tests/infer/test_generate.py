@@ -129,12 +129,29 @@ def test_nan_never_becomes_a_token() -> None:
         ([67], {}, "outside vocab_size=67"),
         ("text", {}, "prompt 0 is a str, no list of token ids; encode text"),
         (5, {}, "prompt 0 is an int, no list of token ids"),
-        ([1], {"max_new_tokens": 0}, "max_new_tokens=0"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens=0 must be a whole number, 1 or above"),
+        ([1], {"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be a whole number"),
+        ([1], {"stop": 5}, "stop=5 must be token ids"),
+        ([1.5], {}, "prompt 0 has 1.5, no token id"),
+        ([[5, 8]], {}, r"prompt 0 has \[5, 8\], no token id"),
+        (None, {}, "prompt 0 is null, no list of token ids"),
+        (torch.tensor([0.5]), {}, "prompt 0 has 0.5, no token id"),
     ],
 )
 def test_bad_prompts_are_refused(prompt: Any, settings: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         generate(make("ladder", None), [prompt], **settings)
+
+
+def test_prompts_may_be_tensors() -> None:
+    """Of any integers, and an id that is 0 alone, which is false."""
+    model = make("ladder", None)
+    lists = [[5, 8, 13], [0]]
+    given: list[Any] = [lists, [torch.tensor(ids, dtype=torch.int32) for ids in lists]]
+    given += [[iter(ids) for ids in lists], [list(torch.tensor(ids)) for ids in lists]]
+    found = [generate(model, each, max_new_tokens=4) for each in given]
+    assert len(found[0]) == 2
+    assert found[1:] == found[:1] * 3
 
 
 @pytest.mark.parametrize(
@@ -144,10 +161,12 @@ def test_bad_prompts_are_refused(prompt: Any, settings: dict, message: str) -> N
         ({"top_k": 5}, "top_k=5 has no effect"),
         ({"top_p": 0.9}, "top_p=0.9 has no effect"),
         ({"temperature": float("nan")}, "temperature=nan"),
-        ({"top_k": -1}, "top_k=-1"),
+        ({"top_k": -1}, r"top_k=-1 must be a whole number, 0 \(all tokens\) or above"),
+        ({"top_k": 2.5, "temperature": 1.0}, "top_k=2.5 must be a whole number"),
+        ({"seed": 1.5}, "seed=1.5 must be a whole number"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5}, "top_p=1.5"),
-        ({"seed": -1}, "seed=-1 must be 0 or more"),
+        ({"seed": -1}, "seed=-1 must be a whole number, 0 or above"),
         ({"seed": 2**63}, r"below 2\*\*63"),
         ({"temperature": 1e-45}, "temperature=1e-45 is too low"),
         ({"temperature": 9e-6}, "temperature=9e-06 is too low"),

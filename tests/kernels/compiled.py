@@ -38,6 +38,7 @@ WORLD, RANK, ROWS, SIZE = 4, 1, 1, 4096
 FEW = (
     "_gemm_kernel: waiting", "_land_slots_kernel: waiting", "_push_rows_kernel: bfloat16",
     "_receive_rows_kernel: bfloat16", "_project_kernel: 8 rows, any weight",
+    "_choose_kernel: bfloat16",
 )  # fmt: skip
 
 
@@ -139,7 +140,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
         x, weight = torch.zeros(WORLD * 128, 64, dtype=BF16), torch.zeros(64, 256, dtype=BF16)
         page.MatmulReduceScatter(128, 256, BF16, group, device)(x, weight)
         tokens = [torch.zeros(ROWS, dtype=torch.int64) for _ in range(3)]
-        choice.embed(tokens[0], torch.zeros(64, SIZE, dtype=BF16), 0)
+        choice.embed(tokens[0], torch.zeros(64, SIZE, dtype=BF16), 0, 64)
         logits = torch.zeros(ROWS, 2048, dtype=BF16)
         choice.GreedyChoice(ROWS, RANK, WORLD, group, device)(logits, 0, *tokens, 7)
         x, gain = torch.zeros(32, SIZE, dtype=BF16), torch.zeros(SIZE, dtype=BF16)

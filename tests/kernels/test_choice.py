@@ -25,10 +25,11 @@ from tests.kernels.support import on
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_embed(device: str, dtype: torch.dtype) -> None:
     weight = torch.randn(50, 1100, device=device).to(dtype)
-    tokens = torch.tensor([0, 99, 100, 149, 150, 120], device=device)
-    found = embed(tokens, weight, 100)
+    tokens = torch.tensor([0, 99, 100, 149, 150, 120, -1, 160], device=device)
+    found = embed(tokens, weight, 100, 160)
     wanted = torch.stack([weight[t - 100] if 100 <= t < 150 else 0 * weight[0] for t in tokens])
-    assert torch.equal(found, wanted)
+    assert torch.equal(found[:-2], wanted[:-2])
+    assert found[-2:].isnan().all()
 
 
 @pytest.mark.parametrize("device", [on("interpreter"), on("cuda")])

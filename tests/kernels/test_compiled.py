@@ -282,6 +282,13 @@ def test_a_landing_of_slots_reads_them_after_their_flags(case: str, found: dict[
     check_landing(case, found["ptx"][f"_land_slots_kernel: {case}"])
 
 
+def test_a_choice_counts_its_call_when_all_warps_have_read_the_count(found: dict[str, Any]) -> None:
+    """A warp that reads the next count would wait for a call that may never come."""
+    ptx = found["ptx"]["_choose_kernel: bfloat16"]
+    after = ptx[ptx.rindex("ld.volatile") :]
+    assert follow((BARRIER, r"st\.global"), after)
+
+
 # What pushes rows: opens, waits, stores at the peers, hands over. A lent result is not copied.
 COUNTED = r"atom\.global\.{}\.acq_rel\.add"
 COPIED = (r"st\.global\.b32", LOAD, STORE)  # the word is cleared before
