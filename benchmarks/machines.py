@@ -270,12 +270,9 @@ def one() -> Machine:
 
 
 def machine(gpus: int) -> Machine:
-    """One GPU or two, with decode steps as on four. Prompts and training of one are as they were
-    recorded there; of two as on four, with the rates and the power by which those are fitted."""
+    """One GPU or two. Prompts are as they were recorded there, decode steps as on four."""
     found = with_steps_of(one() if gpus == 1 else fitted(gpus), four_today())
-    of_four = (*FITTED, *FLOORS, "power_exponent", "idle_power") if gpus == 2 else ()
-    more = {key: four_today().values[key] for key in of_four}
-    return replace(found, values={**found.values, **more, **FITTED_BY_HAND})
+    return replace(found, values={**found.values, **FITTED_BY_HAND})
 
 
 def four_before() -> Machine:

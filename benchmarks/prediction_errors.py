@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ladder.perf.machine_files import load
-from ladder.perf.planner.intervals import FILE
+from ladder.perf.planner.intervals import FILE, training_way
 from ladder.perf.prediction.command import where
 from ladder.perf.prediction.records import MEASURED, scores
 
@@ -51,14 +51,15 @@ def entries(phases: Iterable[str] = MEASURED) -> list[dict[str, Any]]:
             short = phase == "decode" and each.point.new_tokens < LEAST_TOKENS
             if not each.calibrated and not short:
                 gpus, way = where(each)
-                reducer = "" if phase == "train" else way
-                key = machine.gpu, gpus, phase, reducer, each.point.model, each.era == "older"
+                if phase == "train":
+                    way = training_way(way, each.point.virtual)
+                key = machine.gpu, gpus, phase, way, each.point.model, each.era == "older"
                 ratio = each.measured / each.predicted
                 found.setdefault(key, []).append([round(1e3 * each.predicted, 1), round(ratio, 3)])
     return [
-        {"gpu": gpu, "gpus": gpus, "phase": phase, "reducer": reducer, "model": model,
+        {"gpu": gpu, "gpus": gpus, "phase": phase, "way": way, "model": model,
          "points": sorted(points)} | ({"older": True} if older else {})
-        for (gpu, gpus, phase, reducer, model, older), points in sorted(found.items())
+        for (gpu, gpus, phase, way, model, older), points in sorted(found.items())
     ]  # fmt: skip
 
 

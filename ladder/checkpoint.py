@@ -8,6 +8,7 @@ its slices of either, and no process ever holds the whole model.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -255,23 +256,18 @@ def first_damage(folder: Path, names: Collection[str] | None = None) -> str | No
 
 
 def model_hash(folder: Path) -> str:
-    """A hash that tells the model of a folder from others: of config.json and the tensors' files.
-
-    Of a run's checkpoint their checksums are known; of other tensors the size, and SAMPLE bytes at
-    both ends, are compared.
-    """
-    sums = read_checksums(folder) if (folder / CHECKSUMS).is_file() else {}
+    """A hash that tells the model of a folder from others: of config.json, and of each file of its
+    weights the size and SAMPLE bytes at both ends."""
     found = {"config.json": checksum(folder / "config.json")}
-    for path in folder.glob("*.safetensors"):
-        if path.name in sums:
-            found[path.name] = sums[path.name]
-            continue
-        size = path.stat().st_size
-        with path.open("rb") as file:
+    with contextlib.closing(TensorReader(folder, WEIGHTS, quantised=True)) as reader:
+        names = {chunk.file for chunks in reader.files.values() for chunk in chunks}
+    for name in names:
+        size = (folder / name).stat().st_size
+        with (folder / name).open("rb") as file:
             ends = file.read(SAMPLE)
             file.seek(max(0, size - SAMPLE))
             ends += file.read(SAMPLE)
-        found[path.name] = f"{size} {hashlib.sha256(ends).hexdigest()}"
+        found[name] = f"{size} {hashlib.sha256(ends).hexdigest()}"
     return digest(found)
 
 

@@ -129,8 +129,10 @@ def remove_empty(folders: Sequence[Path]) -> None:
 
 
 def _take(path: Path, what: str) -> Lock:
+    inherited = False  # also where a dead machine's file has been removed here
     for left in reversed(range(TRIES)):
         with suppress(FileNotFoundError):  # a holder has removed it, or its folder, just now
+            there = path.exists()
             try:
                 lock = _look(path, what, last=not left)
             except FileNotFoundError:
@@ -141,7 +143,9 @@ def _take(path: Path, what: str) -> Lock:
                     f"room"
                 ) from error
             if lock is not None:
+                lock.inherited |= inherited
                 return lock
+            inherited |= there and not path.exists()
         time.sleep(PAUSE)
     raise UserError(
         f"{what} is locked by one process after another; start again when no other process uses it"

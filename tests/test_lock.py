@@ -87,7 +87,10 @@ def test_a_killed_holder_of_this_machine_holds_nothing(
         path.write_text(text)
     with hold(path, "out=x") as held:
         assert json.loads(path.read_text())["pid"] == os.getpid()
+        assert held.inherited
         held.check()
+    with hold(path, "out=x") as held:
+        assert not held.inherited
 
 
 @pytest.mark.parametrize("flock", [FLOCK, no_locks], ids=["flock", "no flock"])
@@ -140,8 +143,9 @@ def test_a_file_server_that_holds_a_dead_machines_lock(
         with pytest.raises(UserError, match="start again in"), hold(path, "out=x"):
             raise AssertionError
         write("another kernel", silent=STALE + 1.0)
-        with hold(path, "out=x"):
+        with hold(path, "out=x") as held:
             assert json.loads(path.read_text())["pid"] == os.getpid()
+            assert held.inherited
 
 
 def test_a_holder_shows_that_it_lives(

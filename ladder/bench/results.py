@@ -12,25 +12,29 @@ from ladder.models.errors import UserError
 RENAMED = {"dropped": "no_comm", "silent": "no_comm", "without_reduces": "no_comm"}
 
 
+WRITTEN = "name the results of a benchmark, a .jsonl that `ladder bench` has written"
+
+
 def read_results(file: Path) -> list[dict[str, Any]]:
     """The records of a file. Raises UserError if a line is not JSON, or no record."""
-    records = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    records: list[dict[str, Any]] = []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is no text; {WRITTEN}") from error
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise UserError(
-                f"line {number} of {file} is not JSON ({error}): its writing was interrupted; "
-                f"remove the line, or choose another --out"
-            ) from error
+            remedy = f"{WRITTEN}; if it is one, remove the line, whose writing was interrupted"
+            if records:
+                remedy = "its writing was interrupted; remove the line"
+            raise UserError(f"line {number} of {file} is not JSON ({error}): {remedy}") from error
         parts = ("point", "machine", "result")
         if not isinstance(record, dict) or any(
             record.get(part) is not None and not isinstance(record[part], dict) for part in parts
         ):
-            raise UserError(
-                f"line {number} of {file} is no record of a benchmark; name a file that `ladder "
-                f"bench` has written"
-            )
+            raise UserError(f"line {number} of {file} is no record of a benchmark; {WRITTEN}")
         record = _renamed(record)
         if record.get("point"):
             record["point"] = _renamed(record["point"])

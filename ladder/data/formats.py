@@ -107,15 +107,17 @@ def read_documents(part: FilePart, field: Field) -> Iterator[Document]:
                 f"out of the paths given"
             )
         data = path.read_bytes()
+    mark = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
     try:
-        text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+        text = data[mark:].decode("utf-8")
     except UnicodeDecodeError as error:
+        at = mark + error.start
         raise UserError(
-            f"{path} is not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}); convert "
-            f"it, or take it out of the paths given"
+            f"{path} is not UTF-8 text (byte {at} is 0x{data[at]:02x}); convert it, or take it out "
+            f"of the paths given"
         ) from error
     if text:
-        yield Document(part.source.name, text, utf8_size(text, str(path)))
+        yield Document(part.source.name, text, len(data) - mark)
 
 
 def utf8_size(text: str, where: str) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
+from ladder.infer.settings import is_whole
 from ladder.models.errors import UserError, kind_of
 
 # (length, multiple): prompts of up to this length are padded to this multiple, the graph's width
@@ -25,17 +27,18 @@ def token_ids(i: int, prompt: Any, context: int, vocab_size: int) -> list[int]:
     one more.
     """
     found = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if isinstance(found, str | int) or not isinstance(found, Iterable):
+    if isinstance(found, str | bytes | int) or not isinstance(found, Iterable):
         raise UserError(
             f"prompt {i} is {kind_of(prompt)}, no list of token ids; encode text with the model's "
             f"tokenizer, and put a prompt alone into a list"
         )
-    found = [each.item() if hasattr(each, "item") else each for each in found]
+    found = list(found)
     for each in found:
-        if not isinstance(each, int) or isinstance(each, bool):
+        if not is_whole(each):
             raise UserError(
                 f"prompt {i} has {each!r}, no token id; give each prompt as a list of integers"
             )
+    found = [operator.index(each) for each in found]
     if not found:
         raise UserError(f"prompt {i} is empty; give at least one token")
     if len(found) >= context:

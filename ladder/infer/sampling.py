@@ -66,8 +66,9 @@ def _draw(reached: Tensor, aim: Tensor) -> Tensor:
 def choose_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     """The next token of each sequence: logits [B, V], uniforms [B] in [0, 1) -> [B] int64.
 
-    The definition by which `choose_parallel`, which engines use, is tested. The result is -1 where a sequence's logits or probabilities are not finite. The host does not
-    wait for the device, so a CUDA graph can record it. Ranks with equal logits choose equal tokens.
+    The definition by which `choose_parallel`, which engines use, is tested. The result is -1 where
+    a sequence's logits or probabilities are not finite. The host does not wait for the device, so a
+    CUDA graph can record it. Ranks with equal logits choose equal tokens.
     """
     top, chosen = logits.max(-1)  # NaN where there is one
     finite = torch.isfinite(top)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -46,11 +47,22 @@ class Sampling:
 
 def check_count(name: str, value: object, least: int, meaning: str = "") -> None:
     """Raise UserError unless it is a whole number from `least` on."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not is_whole(value) or operator.index(value) < least:  # type: ignore[arg-type]
         raise UserError(f"{name}={value!r} must be a whole number, {least}{meaning} or above")
 
 
 def check_ids(name: str, value: object) -> None:
-    """Raise UserError unless it is a collection, as of token ids."""
-    if not isinstance(value, Collection) or isinstance(value, str):
-        raise UserError(f"{name}={value!r} must be token ids; put one alone into a list")
+    """Raise UserError unless it is a collection of whole numbers, as of token ids."""
+    if not isinstance(value, Collection) or not all(map(is_whole, value)):
+        raise UserError(f"{name}={value!r} must be token ids; give a list of integers")
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is an integer, of Python, NumPy or torch."""
+    if isinstance(value, bool):
+        return False
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True

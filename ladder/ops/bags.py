@@ -36,12 +36,52 @@ def _measure(ranks: int, weights: Any, offsets: Any, table_counts: Any = None) -
     return (offsets[0] - 1) // len(weights), tables, weights[0][1]
 
 
+def _check_tables(weights: list[Tensor]) -> None:
+    if not weights:
+        raise UserError("weights is empty; give every rank a table or more")
+    first = weights[0]
+    check_like("weights[0]", first, **{f"weights[{n}]": each for n, each in enumerate(weights)})
+    for n, each in enumerate(weights):
+        if each.dim() != 2 or each.shape[1] != first.shape[-1]:
+            raise UserError(
+                f"weights[{n}] has shape {list(each.shape)}; expected [rows, {first.shape[-1]}]"
+            )
+
+
+def _check_line(name: str, tensor: Tensor) -> None:
+    if tensor.dim() != 1:
+        raise UserError(f"{name} has shape {list(tensor.shape)}; expected one dimension")
+
+
+def _counted(ranks: int, tables: int, offsets: Tensor, table_counts: list[int] | None) -> list[int]:
+    """The number of tables of each rank; of this one `tables`."""
+    bags = offsets.shape[0] - 1
+    if bags < 1 or bags % (tables * ranks):
+        raise UserError(
+            f"offsets has shape {list(offsets.shape)}; expected {tables} tables x B + 1, with a B "
+            f"that {ranks} ranks divide"
+        )
+    counts = [tables] * ranks if table_counts is None else list(table_counts)
+    if len(counts) != ranks or min(counts) < 1:
+        raise UserError(f"table_counts={counts}; expected {ranks} numbers of 1 or more")
+    return counts
+
+
+def _check_shapes(
+    ranks: int, weights: list[Tensor], offsets: Tensor, table_counts: list[int] | None = None
+) -> None:
+    _check_tables(weights)
+    _check_line("offsets", offsets)
+    _counted(ranks, len(weights), offsets, table_counts)
+
+
 # The lengths of the bags differ between ranks, so they are no sizes.
-define("embedding_bag_all_to_all", SIZES, _measure)
+define("embedding_bag_all_to_all", SIZES, _measure, _check_shapes)
 define(
     "embedding_bag_all_to_all_backward",
     ("batch", "columns"),
     lambda ranks, grad: (ranks * grad[0], grad[1]),
+    lambda ranks, grad: check_like("grad", grad),
 )
 
 
@@ -136,34 +176,15 @@ def _check(
     table_counts: list[int] | None,
 ) -> list[int]:  # fmt: skip
     """The number of tables of each rank."""
-    if not weights:
-        raise UserError("weights is empty; give every rank a table or more")
-    first = weights[0]
-    check_like("weights[0]", first, **{f"weights[{n}]": each for n, each in enumerate(weights)})
-    for n, each in enumerate(weights):
-        if each.dim() != 2 or each.shape[1] != first.shape[-1]:
-            raise UserError(
-                f"weights[{n}] has shape {list(each.shape)}; expected [rows, {first.shape[-1]}]"
-            )
+    _check_tables(weights)
     for name, tensor in (("indices", indices), ("offsets", offsets)):
-        check_whole(name, tensor, "weights[0]", first)
-        if tensor.dim() != 1:
-            raise UserError(f"{name} has shape {list(tensor.shape)}; expected one dimension")
+        check_whole(name, tensor, "weights[0]", weights[0])
+        _check_line(name, tensor)
     if offsets.dtype != indices.dtype:
         raise UserError(f"offsets is {offsets.dtype} and indices {indices.dtype}; convert one")
     if mode not in MODES:
         raise UserError(f"mode={mode!r}; expected 'sum' or 'mean'")
-    ranks, tables = size_of(group_name), len(weights)
-    bags = offsets.shape[0] - 1
-    if bags < 1 or bags % (tables * ranks):
-        raise UserError(
-            f"offsets has shape {list(offsets.shape)}; expected {tables} tables x B + 1, with a B "
-            f"that {ranks} ranks divide"
-        )
-    counts = [tables] * ranks if table_counts is None else list(table_counts)
-    if len(counts) != ranks or min(counts) < 1:
-        raise UserError(f"table_counts={counts}; expected {ranks} numbers of 1 or more")
-    return counts
+    return _counted(size_of(group_name), len(weights), offsets, table_counts)
 
 
 def _check_values(

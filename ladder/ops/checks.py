@@ -62,6 +62,22 @@ def check_matrix(name: str, matrix: Tensor, like_name: str, like: Tensor, dim: i
         )
 
 
+def check_product(A: Tensor, B: Tensor) -> None:
+    """Raise UserError unless A [..., k] times B [k, n] is a product."""
+    check_like("A", A, B=B)
+    check_matrix("B", B, "A", A)
+
+
+def check_products(name: str, x: Tensor, Bs: Sequence[Tensor]) -> None:
+    """Raise UserError unless x [..., k] times each of Bs [k, n_i] is one, and there is one."""
+    check_rows(name, x)
+    if not Bs:
+        raise UserError("Bs is empty; give a matrix or more, or call all_gather")
+    check_like(name, x, **{f"Bs[{n}]": B for n, B in enumerate(Bs)})
+    for n, B in enumerate(Bs):
+        check_matrix(f"Bs[{n}]", B, name, x)
+
+
 def check_rows(name: str, x: Tensor) -> None:
     if x.dim() < 2:
         raise UserError(f"{name} has shape {list(x.shape)}; expected two dimensions or more")
@@ -86,6 +102,13 @@ def check_divisible(name: str, length: int, dim: int, ranks: int) -> None:
             f"{name} has {length} rows in dimension {dim}, which {ranks} ranks do not divide; pad "
             f"it"
         )
+
+
+def check_scatters(name: str, x: Tensor, ranks: int) -> None:
+    """Raise UserError unless its rows can be scattered along some dimension."""
+    check_rows(name, x)
+    if all(length % ranks for length in x.shape[:-1]):
+        check_divisible(name, x.shape[0], 0, ranks)
 
 
 def check_reduce_op(reduce_op: str) -> None:

@@ -131,15 +131,30 @@ def explain(
         assert dist.group.WORLD is not None
         ranks = dist.get_world_size()
         any_order = allows_any_order(dist.group.WORLD) if any_order is None else any_order
+    if ranks < 1:
+        raise UserError(f"ranks={ranks} must be 1 or more")
     if device is None:
         device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         inspect.signature(operator.measure).bind(ranks, *shapes, **arguments)
+        operator.check(ranks, *(_tensors(each, dtype) for each in shapes), **arguments)
         sizes = operator.measure(ranks, *shapes, **arguments)
-    except (TypeError, IndexError) as error:
+    except (TypeError, IndexError, AttributeError, RuntimeError) as error:
         wanted = ", ".join(list(inspect.signature(operator.measure).parameters)[1:])
-        raise UserError(f"shapes={shapes!r} of {op}: give the shapes of {wanted}") from error
+        raise UserError(
+            f"shapes={shapes!r} of {op}: give the shapes of {wanted}, in whole numbers from 0 on"
+        ) from error
     return choose(call_of(op, device, dtype, ranks, sizes, bool(any_order), mode))
+
+
+def _tensors(shape: Any, dtype: torch.dtype) -> Any:
+    """A tensor of a shape, or one of each in a list of shapes, without memory; a number itself."""
+    if isinstance(shape, int):
+        return shape
+    several = shape == [] or not all(isinstance(each, int) for each in shape)
+    if isinstance(shape, list | tuple) and several:
+        return [_tensors(each, dtype) for each in shape]
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def choose(call: Call) -> Choice:

@@ -12,12 +12,36 @@ from torch import Tensor
 
 from ladder.ops import exchange
 from ladder.ops.calls import execute, gathered, operator, rows_of, scattered, size_of
-from ladder.ops.checks import check_dim, check_divisible, check_like, check_reduce_op, check_rows
+from ladder.ops.checks import (
+    check_dim,
+    check_divisible,
+    check_like,
+    check_reduce_op,
+    check_rows,
+    check_scatters,
+)
 from ladder.ops.registry import define, implement
 
-define("all_gather", ("rows", "columns"), lambda ranks, x: (ranks * rows_of(x), x[-1]))
-define("reduce_scatter", ("rows", "columns"), lambda ranks, x: (rows_of(x), x[-1]))
-define("all_reduce", ("elements",), lambda ranks, x: (rows_of((*x, 1)),))
+
+def _check_rows(ranks: int, x: Tensor) -> None:
+    check_like("x", x)
+    check_rows("x", x)
+
+
+def _check_scattered(ranks: int, x: Tensor) -> None:
+    check_like("x", x)
+    check_scatters("x", x, ranks)
+
+
+ROWS = ("rows", "columns")
+define("all_gather", ROWS, lambda ranks, x: (ranks * rows_of(x), x[-1]), _check_rows)
+define("reduce_scatter", ROWS, lambda ranks, x: (rows_of(x), x[-1]), _check_scattered)
+define(
+    "all_reduce",
+    ("elements",),
+    lambda ranks, x: (rows_of((*x, 1)),),
+    lambda ranks, x: check_like("x", x),
+)
 
 
 @implement("all_gather", "staged")

@@ -20,11 +20,18 @@ from ladder.ops.checks import (
     check_divisible,
     check_like,
     check_matrix,
+    check_products,
     check_rows,
+    check_scatters,
     check_shape,
 )
 from ladder.ops.collectives import all_gather, averaged, reduce_scatter
-from ladder.ops.products import all_gather_matmul, matmul_reduce_scatter, transposed_product
+from ladder.ops.products import (
+    all_gather_matmul,
+    check_scattered,
+    matmul_reduce_scatter,
+    transposed_product,
+)
 from ladder.ops.registry import define, implement
 
 GATHER_BACKWARD, SCATTER_BACKWARD = "all_gather_matmul_backward", "matmul_reduce_scatter_backward"
@@ -33,10 +40,17 @@ BACKWARD = (GATHER_BACKWARD, SCATTER_BACKWARD)
 
 # -- all_gather_matmul ------------------------------------------------------------------------
 
+
+def _check_whole(ranks: int, whole: Tensor, Bs: list[Tensor]) -> None:
+    check_products("whole", whole, Bs)
+    check_scatters("whole", whole, ranks)
+
+
 define(
     GATHER_BACKWARD,
     ("m", "n", "k"),
     lambda ranks, whole, Bs: (rows_of(whole), whole[-1], sum(B[1] for B in Bs)),
+    _check_whole,
 )
 
 
@@ -151,7 +165,12 @@ all_gather_matmul.register_autograd(_gather_backward, setup_context=_gather_setu
 
 # -- matmul_reduce_scatter --------------------------------------------------------------------
 
-define(SCATTER_BACKWARD, ("m", "n", "k"), lambda ranks, A, B: (rows_of(A), A[-1], B[1]))
+define(
+    SCATTER_BACKWARD,
+    ("m", "n", "k"),
+    lambda ranks, A, B: (rows_of(A), A[-1], B[1]),
+    check_scattered,
+)
 
 
 @implement(SCATTER_BACKWARD, "staged")

@@ -25,11 +25,12 @@ from ladder.ops.checks import (
     check_divisible,
     check_like,
     check_matrix,
+    check_product,
     check_shape,
 )
 from ladder.ops.collectives import all_reduce
 from ladder.ops.gradients import scatter_gradients
-from ladder.ops.products import transposed_product
+from ladder.ops.products import check_scattered, transposed_product
 from ladder.ops.registry import define, implement
 
 SIZES = ("m", "n", "k")
@@ -39,8 +40,36 @@ def _measure(ranks: int, A: Any, B: Any, residual: Any = (), weight: Any = ()) -
     return rows_of(A), B[1], A[-1]
 
 
-define("matmul_reduce_scatter_add_rms_norm", SIZES, _measure)
-define("matmul_all_reduce_add_rms_norm", SIZES, _measure)
+def _check(A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, rows: list[int]) -> None:
+    check_like("A", A, B=B, residual=residual, weight=weight)
+    check_matrix("B", B, "A", A)
+    shape = [*rows, B.shape[1]]
+    check_shape("residual", residual, shape, "the shape of the sum's rows on this rank")
+    check_shape("weight", weight, shape[-1:], "the columns of B")
+
+
+def _check_pieces(
+    ranks: int, A: Tensor, B: Tensor, residual: Tensor | None = None, weight: Tensor | None = None
+) -> None:
+    """Of shapes alone, which do not say along which dimension the rows are scattered."""
+    check_scattered(ranks, A, B)
+    if residual is not None and weight is not None:
+        dims = [dim for dim in range(A.dim() - 1) if A.shape[dim] % ranks == 0]
+        rows = [list(scattered(A, dim, ranks).shape[:-1]) for dim in dims]
+        own = list(residual.shape[:-1])
+        _check(A, B, residual, weight, own if own in rows else rows[0])
+
+
+def _check_whole(
+    ranks: int, A: Tensor, B: Tensor, residual: Tensor | None = None, weight: Tensor | None = None
+) -> None:
+    check_product(A, B)
+    if residual is not None and weight is not None:
+        _check(A, B, residual, weight, list(A.shape[:-1]))
+
+
+define("matmul_reduce_scatter_add_rms_norm", SIZES, _measure, _check_pieces)
+define("matmul_all_reduce_add_rms_norm", SIZES, _measure, _check_whole)
 
 
 def add_rms_norm(
@@ -97,14 +126,6 @@ def staged_everywhere(
     # The sums are gathered in float32, since each rank still adds its own copy of the residual.
     total = exchange.sum_everywhere(A @ B, group, rounded=False)
     return add_rms_norm(total, residual, weight, eps)
-
-
-def _check(A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, rows: list[int]) -> None:
-    check_like("A", A, B=B, residual=residual, weight=weight)
-    check_matrix("B", B, "A", A)
-    shape = [*rows, B.shape[1]]
-    check_shape("residual", residual, shape, "the shape of the sum's rows on this rank")
-    check_shape("weight", weight, shape[-1:], "the columns of B")
 
 
 def _check_scatter(

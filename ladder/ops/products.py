@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.models.errors import UserError
 from ladder.ops import exchange
 from ladder.ops.calls import execute, gathered, operator, rows_of, scattered, size_of
 from ladder.ops.checks import (
@@ -28,8 +27,10 @@ from ladder.ops.checks import (
     check_divisible,
     check_like,
     check_matrix,
+    check_product,
+    check_products,
     check_reduce_op,
-    check_rows,
+    check_scatters,
     check_shape,
 )
 from ladder.ops.collectives import all_reduce, staged_all_gather, staged_reduce_scatter
@@ -55,6 +56,7 @@ define(
     "all_gather_matmul",
     ("m", "n", "k"),
     lambda ranks, A, Bs: (ranks * rows_of(A), sum(B[1] for B in Bs), A[-1]),
+    lambda ranks, A, Bs: check_products("A", A, Bs),
 )
 
 
@@ -67,12 +69,7 @@ def staged_all_gather_matmul(
 
 
 def _check_all_gather_matmul(A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str) -> int:
-    check_rows("A", A)
-    if not Bs:
-        raise UserError("Bs is empty; give a matrix or more, or call all_gather")
-    check_like("A", A, **{f"Bs[{n}]": B for n, B in enumerate(Bs)})
-    for n, B in enumerate(Bs):
-        check_matrix(f"Bs[{n}]", B, "A", A)
+    check_products("A", A, Bs)
     check_dim("gather_dim", gather_dim, "A", A)
     return size_of(group_name)
 
@@ -110,7 +107,19 @@ def _(
 
 # -- matmul_reduce_scatter --------------------------------------------------------------------
 
-define("matmul_reduce_scatter", ("m", "n", "k"), lambda ranks, A, B: (rows_of(A), B[1], A[-1]))
+
+def check_scattered(ranks: int, A: Tensor, B: Tensor) -> None:
+    """Raise UserError unless A @ B is a product whose rows can be scattered."""
+    check_product(A, B)
+    check_scatters("A", A, ranks)
+
+
+define(
+    "matmul_reduce_scatter",
+    ("m", "n", "k"),
+    lambda ranks, A, B: (rows_of(A), B[1], A[-1]),
+    check_scattered,
+)
 
 
 @implement("matmul_reduce_scatter", "staged")
@@ -123,8 +132,7 @@ def staged_matmul_reduce_scatter(
 def _check_matmul_reduce_scatter(
     A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> int:
-    check_like("A", A, B=B)
-    check_matrix("B", B, "A", A)
+    check_product(A, B)
     check_dim("scatter_dim", scatter_dim, "A", A)
     check_reduce_op(reduce_op)
     ranks = size_of(group_name)
@@ -155,11 +163,31 @@ def _(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -
 
 # -- matmul_all_reduce, linear_all_reduce -----------------------------------------------------
 
+
+def _check_addends(ranks: int, A: Tensor, B: Tensor, addend: Tensor | None = None) -> None:
+    check_product(A, B)
+    if addend is not None:
+        check_like("A", A, addend=addend)
+        check_shape("addend", addend, [*A.shape[:-1], B.shape[1]], "the shape of A @ B")
+
+
+def _check_linear(ranks: int, x: Tensor, weight: Tensor) -> None:
+    check_like("x", x, weight=weight)
+    check_matrix("weight", weight, "x", x, dim=1)
+
+
 define(
-    "matmul_all_reduce", ("m", "n", "k"),
+    "matmul_all_reduce",
+    ("m", "n", "k"),
     lambda ranks, A, B, addend=None: (rows_of(A), B[1], A[-1]),
-)  # fmt: skip
-define("linear_all_reduce", ("m", "n", "k"), lambda ranks, x, weight: (rows_of(x), *weight))
+    _check_addends,
+)
+define(
+    "linear_all_reduce",
+    ("m", "n", "k"),
+    lambda ranks, x, weight: (rows_of(x), *weight),
+    _check_linear,
+)
 
 
 @implement("matmul_all_reduce", "staged")
@@ -186,15 +214,6 @@ def product(A: Tensor, B: Tensor, addend: Tensor | None) -> Tensor:
     return rows.unflatten(0, A.shape[:-1])
 
 
-def _check_matmul_all_reduce(A: Tensor, B: Tensor, group_name: str, addend: Tensor | None) -> None:
-    check_like("A", A, B=B)
-    check_matrix("B", B, "A", A)
-    if addend is not None:
-        check_like("A", A, addend=addend)
-        check_shape("addend", addend, [*A.shape[:-1], B.shape[1]], "the shape of A @ B")
-    size_of(group_name)
-
-
 @operator("matmul_all_reduce")
 def matmul_all_reduce(
     A: Tensor, B: Tensor, group_name: str, addend: Tensor | None = None
@@ -207,13 +226,13 @@ def matmul_all_reduce(
     copy of the result, and the loss is counted once over all ranks (ladder.models.reducer): where
     every rank computes the whole loss from its copy, each divides it by T.
     """
-    _check_matmul_all_reduce(A, B, group_name, addend)
+    _check_addends(size_of(group_name), A, B, addend)
     return execute("matmul_all_reduce", group_name, A, (A.shape, B.shape), A, B, addend)
 
 
 @matmul_all_reduce.register_fake
 def _(A: Tensor, B: Tensor, group_name: str, addend: Tensor | None = None) -> Tensor:
-    _check_matmul_all_reduce(A, B, group_name, addend)
+    _check_addends(size_of(group_name), A, B, addend)
     return A.new_empty((*A.shape[:-1], B.shape[1]))
 
 
@@ -234,25 +253,19 @@ def _matmul_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 matmul_all_reduce.register_autograd(_matmul_all_reduce_backward, setup_context=_save_both)
 
 
-def _check_linear_all_reduce(x: Tensor, weight: Tensor, group_name: str) -> None:
-    check_like("x", x, weight=weight)
-    check_matrix("weight", weight, "x", x, dim=1)
-    size_of(group_name)
-
-
 @operator("linear_all_reduce")
 def linear_all_reduce(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
     """matmul_all_reduce for few rows, as in decoding: x [..., k] times weight [n, k] transposed.
 
     Any number of rows is right; implementations are made for few. Adjoint: as matmul_all_reduce.
     """
-    _check_linear_all_reduce(x, weight, group_name)
+    _check_linear(size_of(group_name), x, weight)
     return execute("linear_all_reduce", group_name, x, (x.shape, weight.shape), x, weight)
 
 
 @linear_all_reduce.register_fake
 def _(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
-    _check_linear_all_reduce(x, weight, group_name)
+    _check_linear(size_of(group_name), x, weight)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 

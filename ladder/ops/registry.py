@@ -36,8 +36,9 @@ DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in MOVABLE}
 class Call:
     """What is known of a call before it runs.
 
-    sizes: rounded up to powers of two. any_order: sums may be in any order. exact: the sizes as
-    they are, or () if only the bucket is known. mode: see `ladder.comm.capture`.
+    sizes: rounded up to powers of two, as tables have them. any_order: sums may be in any order.
+    exact: the sizes as they are, or () if only the bucket is known. mode: see
+    `ladder.comm.capture`. Printed are the exact ones, each with its bucket where that is another.
     """
 
     op: str
@@ -50,9 +51,11 @@ class Call:
     mode: Mode = "eager"
 
     def __str__(self) -> str:
-        named = zip(OPERATORS[self.op].sizes, self.sizes, strict=True)
+        named = zip(OPERATORS[self.op].sizes, self.exact or self.sizes, self.sizes, strict=True)
         dtype = str(self.dtype).removeprefix("torch.")
-        sizes = ", ".join(f"{name} {size}" for name, size in named)
+        sizes = ", ".join(
+            f"{name} {size}{f' [{most}]' if most != size else ''}" for name, size, most in named
+        )
         return f"{self.device}, {dtype}, {self.ranks} ranks, {sizes}"
 
 
@@ -87,21 +90,29 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator. sizes: the names of what `measure(ranks, *shapes)` returns."""
+    """An operator. sizes: the names of what `measure(ranks, *shapes)` returns. check: raises
+    UserError for tensors of shapes that the operator refuses; called as `measure` is."""
 
     name: str
     sizes: tuple[str, ...]
     measure: Callable[..., tuple[int, ...]]
+    check: Callable[..., None]
     implementations: dict[str, Implementation] = field(default_factory=dict)
 
 
 OPERATORS: dict[str, Operator] = {}
 
 
-def define(name: str, sizes: tuple[str, ...], measure: Callable[..., tuple[int, ...]]) -> None:
-    """Declare an operator. measure(ranks, *shapes) gives its sizes from shapes of its arguments."""
+def define(
+    name: str,
+    sizes: tuple[str, ...],
+    measure: Callable[..., tuple[int, ...]],
+    check: Callable[..., None],
+) -> None:
+    """Declare an operator. measure(ranks, *shapes) gives its sizes from shapes of its arguments,
+    check(ranks, *tensors) refuses those that it cannot have."""
     assert name not in OPERATORS, name
-    OPERATORS[name] = Operator(name, sizes, measure)
+    OPERATORS[name] = Operator(name, sizes, measure, check)
 
 
 def implement(

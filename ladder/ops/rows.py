@@ -26,17 +26,55 @@ from ladder.ops.registry import MOVABLE, define, implement
 
 Sent = tuple[Tensor, Tensor, Tensor]  # rows [T, capacity, D], counts [T], overflow []
 
-define("all_to_all_rows", ("capacity", "columns"), lambda ranks, x, capacity: (capacity, x[-1]))
-define("return_rows", ("capacity", "columns"), lambda ranks, rows: (rows[1], rows[2]))
+
+def _check_capacity(capacity: int) -> None:
+    if capacity < 1:
+        raise UserError(f"capacity={capacity}; expected 1 row or more")
+
+
+def _check_dims(name: str, tensor: Tensor, dims: int) -> None:
+    if tensor.dim() != dims:
+        raise UserError(f"{name} has shape {list(tensor.shape)}; expected {dims} dimensions")
+
+
+def _check_sent(ranks: int, x: Tensor, capacity: int) -> None:
+    check_dtype("x", x, MOVABLE)
+    _check_dims("x", x, 2)
+    _check_capacity(capacity)
+
+
+def _check_returned(ranks: int, rows: Tensor) -> None:
+    check_dtype("rows", rows, MOVABLE)
+    _check_dims("rows", rows, 3)
+    check_shape("rows", rows, [ranks, *rows.shape[1:]], f"a piece for each of {ranks} ranks")
+
+
+def _check_matrices(h: Tensor, W: Tensor) -> None:
+    check_like("h", h, W=W)
+    _check_dims("h", h, 2)
+    _check_dims("W", W, 3)
+    check_shape("W", W, [W.shape[0], h.shape[1], W.shape[2]], "[experts, columns of h, n]")
+
+
+def _check_products(ranks: int, h: Tensor, W: Tensor, capacity: int) -> None:
+    _check_capacity(capacity)
+    _check_matrices(h, W)
+
+
+SIZES = ("capacity", "columns")
+define("all_to_all_rows", SIZES, lambda ranks, x, capacity: (capacity, x[-1]), _check_sent)
+define("return_rows", SIZES, lambda ranks, rows: (rows[1], rows[2]), _check_returned)
 define(
     "matmul_all_to_all",
     ("capacity", "n", "k", "experts"),
     lambda ranks, h, W, capacity: (capacity, W[2], W[1], W[0]),
+    _check_products,
 )
 define(
     "matmul_all_to_all_backward",
     ("capacity", "n", "k", "experts"),
     lambda ranks, grad, h, W: (grad[1], W[2], W[1], W[0]),
+    lambda ranks, grad, h, W: _check_matrices(h, W),
 )
 
 
@@ -138,11 +176,6 @@ def _check_owner_values(owners: Tensor, group_name: str) -> None:
         )
 
 
-def _check_capacity(capacity: int) -> None:
-    if capacity < 1:
-        raise UserError(f"capacity={capacity}; expected 1 row or more")
-
-
 def _received(ranks: int, capacity: int, columns: int, like: Tensor) -> Sent:
     counts = like.new_empty(ranks, dtype=torch.int64)
     overflow = like.new_empty((), dtype=torch.int64)
@@ -150,17 +183,10 @@ def _received(ranks: int, capacity: int, columns: int, like: Tensor) -> Sent:
 
 
 def _check_all_to_all_rows(x: Tensor, owners: Tensor, capacity: int, group_name: str) -> int:
-    check_dtype("x", x, MOVABLE)
-    _check_dims("x", x, 2)
-    _check_capacity(capacity)
     ranks = size_of(group_name)
+    _check_sent(ranks, x, capacity)
     _check_owners(owners, x.shape[0], "x", x)
     return ranks
-
-
-def _check_dims(name: str, tensor: Tensor, dims: int) -> None:
-    if tensor.dim() != dims:
-        raise UserError(f"{name} has shape {list(tensor.shape)}; expected {dims} dimensions")
 
 
 @operator("all_to_all_rows")
@@ -200,10 +226,7 @@ all_to_all_rows.register_autograd(_all_to_all_rows_backward, setup_context=_all_
 
 
 def _check_return_rows(rows: Tensor, owners: Tensor, group_name: str) -> None:
-    check_dtype("rows", rows, MOVABLE)
-    _check_dims("rows", rows, 3)
-    ranks = size_of(group_name)
-    check_shape("rows", rows, [ranks, *rows.shape[1:]], f"a piece for each of {ranks} ranks")
+    _check_returned(size_of(group_name), rows)
     _check_dims("owners", owners, 1)
     _check_owners(owners, owners.shape[0], "rows", rows)
 
@@ -240,10 +263,7 @@ return_rows.register_autograd(_return_rows_backward, setup_context=_return_rows_
 
 
 def _check_experts(h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor) -> None:
-    check_like("h", h, W=W)
-    _check_dims("h", h, 2)
-    _check_dims("W", W, 3)
-    check_shape("W", W, [W.shape[0], h.shape[1], W.shape[2]], "[experts, columns of h, n]")
+    _check_matrices(h, W)
     check_whole("offsets", offsets, "h", h)
     check_shape("offsets", offsets, [W.shape[0] + 1], "one more than W has experts")
     _check_owners(owners, h.shape[0], "h", h)

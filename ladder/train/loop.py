@@ -131,9 +131,10 @@ def _train(
 
 def _objective(run: Run) -> tuple[Objective, tuple[str, ...]]:
     """The run's objective, and the names of its sums after the loss, which are recorded."""
-    if not run.config.teacher:
+    if run.teacher is None:
         return cross_entropy, ()
-    distillation = Distillation(run.config, run.model, run.data, run.mesh, run.device)
+    folder = Path(run.teacher["folder"])
+    distillation = Distillation(run.config, folder, run.model, run.data, run.mesh, run.device)
     return distillation, distillation.names
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.checkpoint import WEIGHTS, TensorReader, load_model, newest, read_config, refuse_damage
+from ladder.checkpoint import WEIGHTS, TensorReader, load_model, read_config, refuse_damage
 from ladder.data.prepared import TokenData, check_tokenizer
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
@@ -35,7 +35,7 @@ class Distillation:
 
     KL compares the distributions at that temperature; its gradients shrink with the square of the
     temperature, hence the factor. The teacher uses the student's TP and the recipe's dtype, is not
-    sharded over data-parallel ranks, and has no gradients.
+    sharded over data-parallel ranks, and has no gradients. folder: the teacher's.
     """
 
     names = ("cross_entropy", "divergence")
@@ -43,13 +43,13 @@ class Distillation:
     def __init__(
         self,
         config: TrainConfig,
+        folder: Path,
         student: ModelConfig,
         data: TokenData,
         mesh: DeviceMesh | None,
         device: torch.device,
     ) -> None:
         self.weight, self.temperature = config.distill_weight, config.distill_temperature
-        folder = newest(Path(config.teacher))
         theirs = read_config(folder)
         theirs.refuse_no_comm()
         if theirs.vocab_size != student.vocab_size:

@@ -180,6 +180,7 @@ def check_run(
     launch.on_first(lambda: check_packages(config.tensorboard, config.wandb))
     again = resume and not record
     teacher = teacher_record(config) if config.teacher else None
+    launch.agree({"teacher": teacher and teacher["model"]})
     return Run(
         config, device, mesh, data, content, windows, source, checkpoint, record, again, micro,
         teacher,

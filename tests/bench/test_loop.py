@@ -106,6 +106,9 @@ def test_tables_of_the_users_own_are_among_the_facts(
         found.append(bench.own_tables())
     assert [{*each} for each in found if each] == [{"LADDER_DISPATCH"}] * 2
     assert found[0] != found[1]
+    monkeypatch.setenv("LADDER_OPS_TABLE", str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"LADDER_OPS_TABLE=.*none .*; unset LADDER_OPS_TABLE"):
+        bench.own_tables()
 
 
 def test_a_trace_that_fails_costs_no_figures(

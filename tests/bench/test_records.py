@@ -13,6 +13,7 @@ import pytest
 from ladder.bench.inference.derive import derive_rows, improvements, pareto, text_table
 from ladder.bench.inference.page import write_page
 from ladder.bench.results import read_results
+from ladder.models.errors import UserError
 from tests.bench.records import POINT, record
 
 
@@ -138,6 +139,26 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "need matplotlib" in bare
     assert "25.00%" in bare
     assert "<svg" not in bare
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"# A page\n", r"line 1 of .* is not JSON .*: name the results of a benchmark, a .jsonl"),
+        (b"\xff\xfe", r"is no text; name the results of a benchmark, a .jsonl"),
+        (b"[1]\n", r"line 1 of .* is no record of a benchmark; name the results of"),
+        (
+            b'{"point": {}}\n{"po',
+            r"line 2 of .* is not JSON .*: its writing was interrupted; remove",
+        ),
+    ],
+)
+def test_what_are_no_records_is_told_from_a_line_that_was_cut(
+    text: bytes, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "records.jsonl").write_bytes(text)
+    with pytest.raises(UserError, match=words):
+        read_results(tmp_path / "records.jsonl")
 
 
 def test_records_made_before_no_comm_had_its_name_are_read(tmp_path: Path) -> None:

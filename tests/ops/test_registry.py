@@ -71,6 +71,7 @@ def test_every_operator_has_staged_and_the_shipped_table_is_valid() -> None:
 def test_sizes_are_rounded_up_to_powers_of_two() -> None:
     assert bucket((0, 1, 2, 3, 4, 5, 1024, 1025)) == (0, 1, 2, 4, 4, 8, 1024, 2048)
     found = explain("all_gather_matmul", [(3, 8), [(8, 5), (8, 6)]], ranks=3, device="H")
+    assert found == explain("all_gather_matmul", [(3, 8), ((8, 5), (8, 6))], ranks=3, device="H")
     assert found.call.sizes == (16, 16, 8)  # 9 rows, 11 columns
 
 
@@ -240,13 +241,68 @@ def test_wrong_questions_are_refused() -> None:
     for options, words in (
         ({"op": "matmul"}, "unknown operator 'matmul'"),
         ({"shapes": [(4, 5)]}, "give the shapes of A, B"),
-        ({"shapes": [(), (3,)]}, "give the shapes of A, B"),
+        ({"shapes": [(4, 3), 2]}, "give the shapes of A, B"),
+        ({"shapes": [(4, 3), None]}, "give the shapes of A, B"),
+        ({"shapes": [(), (3,)]}, r"A has shape \[\]; expected two dimensions or more"),
+        ({"shapes": [(3, 5), (6, 7)]}, r"B has shape \[6, 7\]; expected \[5, n\]"),
+        ({"shapes": [(-4, 3), (3, 2)]}, "in whole numbers from 0 on"),
+        ({"shapes": [(4.0, 3), (3, 2)]}, "in whole numbers from 0 on"),
+        ({"dtype": torch.int32}, r"A is torch.int32; expected bfloat16"),
+        ({"ranks": 0}, "ranks=0 must be 1 or more"),
         ({"dtype": torch.int8}, "unknown dtype"),
         ({"ranks": None}, "ranks=None without a process group"),
     ):
         given: dict[str, Any] = {"op": "matmul_all_reduce", "shapes": [(4, 3), (3, 2)], "ranks": 2}
         with pytest.raises(UserError, match=words):
             explain(**{**given, **options})
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "arguments", "words"),
+    [
+        ("matmul_reduce_scatter", [(4095, 8), (8, 2)], {}, "A has 4095 rows in dimension 0, which"),
+        ("matmul_reduce_scatter", [(3, 8, 5), (5, 2)], {}, ""),  # along the second dimension
+        ("reduce_scatter", [(6, 2)], {}, "x has 6 rows in dimension 0, which 4 ranks"),
+        ("all_gather_matmul", [(3, 8), []], {}, "Bs is empty"),
+        ("all_gather_matmul", [(3, 8), [(8, 2), (9, 2)]], {}, r"Bs\[1\] has shape \[9, 2\]"),
+        ("linear_all_reduce", [(3, 8), (8, 2)], {}, r"shape \[8, 2\]; expected \[n, 8\]"),
+        ("all_gather", [(3,)], {}, "expected two dimensions or more"),
+        ("matmul_reduce_scatter_backward", [(6, 8), (8, 2)], {}, "which 4 ranks do not divide"),
+        ("all_gather_matmul_backward", [(6, 8), [(8, 2)]], {}, "whole has 6 rows"),
+        (
+            "matmul_reduce_scatter_add_rms_norm", [(8, 3), (3, 2), (8, 2), (2,)], {},
+            r"residual has shape \[8, 2\]; expected \[2, 2\]",
+        ),
+        ("matmul_reduce_scatter_add_rms_norm", [(4, 8, 3), (3, 2), (4, 2, 2), (2,)], {}, ""),
+        (
+            "matmul_all_reduce_add_rms_norm", [(8, 3), (3, 2), (8, 2), (3,)], {},
+            r"weight has shape \[3\]; expected \[2\]",
+        ),
+        ("all_to_all_rows", [(8, 3)], {"capacity": 0}, "capacity=0; expected 1 row or more"),
+        ("return_rows", [(3, 8, 2)], {}, "a piece for each of 4 ranks"),
+        ("matmul_all_to_all", [(8, 3), (2, 4, 5)], {"capacity": 4}, r"W has shape \[2, 4, 5\]"),
+        ("embedding_bag_all_to_all", [[(9, 4)], (10,)], {}, "a B that 4 ranks divide"),
+        (
+            "embedding_bag_all_to_all", [[(9, 4)], (9,)], {"table_counts": [1, 2]},
+            r"table_counts=\[1, 2\]; expected 4 numbers",
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_operator_refuses_is_not_explained(
+    op: str, shapes: list[Any], arguments: dict[str, Any], words: str
+) -> None:
+    given: dict[str, Any] = {"ranks": 4, "device": "H", **arguments}
+    if words:
+        with pytest.raises(UserError, match=words):
+            explain(op, shapes, **given)
+    else:
+        assert explain(op, shapes, **given).call.op == op
+
+
+def test_sizes_are_printed_as_they_are() -> None:
+    """With the bucket, by which tables are asked, where it is another."""
+    found = explain("matmul_all_reduce", [(3, 5), (5, 8)], ranks=2, device="H")
+    assert "no measurement for H, bfloat16, 2 ranks, m 3 [4], n 8, k 5 [8]" in str(found)
 
 
 def called(rank: int, world_size: int, path: str) -> None:

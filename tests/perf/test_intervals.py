@@ -7,6 +7,7 @@ import pytest
 from benchmarks import prediction_errors
 from ladder.perf.planner import intervals
 from ladder.perf.prediction.records import MEASURED
+from tests.perf.asking import Out, asked
 
 
 def test_intervals_are_of_the_nearest_records() -> None:
@@ -16,7 +17,7 @@ def test_intervals_are_of_the_nearest_records() -> None:
     assert intervals.width(points, 100.0) == pytest.approx(1.16)
     slower = [(us, 1 / ratio) for us, ratio in points]
     assert intervals.width(slower, 100.0) == pytest.approx(1.16)
-    assert intervals.width(points[:3], 100.0) == 1.02  # of few all
+    assert intervals.width(points[:3], 100.0) == 1.02  # of few all, see LEAST
 
 
 def test_a_prediction_is_within_its_interval() -> None:
@@ -24,7 +25,7 @@ def test_a_prediction_is_within_its_interval() -> None:
     for each in intervals.recorded():
         for us in (0.5 * each["points"][0][0], *(point[0] for point in each["points"])):
             for model in (each["model"], "none of them"):
-                key = each["phase"], each["gpu"], each["gpus"], each["reducer"], model
+                key = each["phase"], each["gpu"], each["gpus"], each["way"], model
                 low, high = intervals.interval(*key, us).of(us) or (0.0, 0.0)
                 assert low <= us <= high, key
 
@@ -47,6 +48,73 @@ def test_intervals_say_when_nothing_like_it_was_recorded() -> None:
     assert intervals.interval("knitting", "NVIDIA H200", 4, "push", "tiny", 1.0).of(1.0) is None
 
 
+@pytest.mark.parametrize("older", [0, 30])
+def test_few_records_are_no_interval_without_a_doubt(
+    older: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that fit to 1 % say nothing of the next: those of older kernels are asked, too."""
+
+    def made(now: int) -> tuple[dict[str, object], ...]:
+        key = {"gpu": "A", "gpus": 4, "phase": "decode", "way": "async", "model": "one"}
+        new = {**key, "points": [[100.0 + n, 1.01] for n in range(now)]}
+        old = {**key, "points": [[100.0 + n, 1.2] for n in range(older)], "older": True}
+        return (new, old) if older else (new,)
+
+    def found(now: int) -> intervals.Interval:
+        intervals._alike.cache_clear()
+        monkeypatch.setattr(intervals, "recorded", lambda: made(now))
+        return intervals.interval("decode", "A", 4, "async", "one", 105.0)
+
+    few, many = found(2), found(intervals.LEAST)
+    assert few.far
+    assert few.high == pytest.approx(1.2 if older else 1.01)
+    assert few.source == (
+        "20 of 32 records of 1 model (decode, async, 4 x A, some with older kernels)"
+        if older
+        else "2 records of 1 model (decode, async, 4 x A)"
+    )
+    assert not many.far
+    assert many.high == pytest.approx(1.01)
+    assert many.source == "8 records of 1 model (decode, async, 4 x A)"
+    intervals._alike.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("layout", "virtual", "way"),
+    [
+        ("fsdp", False, "data parallel"),
+        ("hsdp4", True, "data parallel, virtual ranks"),
+        ("tp2", False, "tp"),
+        ("tp4+sp+fsdp", False, "tp+sp"),
+        ("tp4+sp+fused", False, "tp+sp+fused"),
+        ("tp2", True, "tp, virtual ranks"),
+    ],
+)
+def test_training_steps_are_like_those_that_share_alike(
+    layout: str, virtual: bool, way: str
+) -> None:
+    assert intervals.training_way(layout, virtual) == way
+
+
+def test_intervals_of_training_are_of_its_layouts(capsys: Out) -> None:
+    """Steps of virtual ranks, which are up to 40 % off, widen no others; TP with or without
+    sequence parallelism, and beside data parallelism, are what was recorded so, or doubted."""
+    words = ("llama-3-8b", "--train", "--batch", "1", "--context", "4096", "--plans", "standard")
+    layouts = ("--layouts", "fsdp", "tp2+sp+fsdp", "tp4+sp", "tp4", "tp4+sp+fused")
+    rows = {row["way"]: row for row in asked(capsys, *words, *layouts)["rows"]}
+    for row in rows.values():
+        assert row["high_us"] < 1.1 * row["us"]
+    assert {way for way, row in rows.items() if not row["far"]} == {"tp4+sp"}
+    assert "(train, tp+sp, 4 x NVIDIA H200)" in rows["tp4+sp"]["interval"]
+    assert "(train, tp, other numbers of GPUs)" in rows["tp4"]["interval"]
+    other = ("paper-1b", "--train", "--batch", "16", "--context", "2048", "--plans", "desync-4x")
+    (row,) = asked(capsys, *other, "--layouts", "fsdp", "--tp-degree", "4")["rows"]
+    assert row["high_us"] > 1.2 * row["us"]
+    assert row["far"]  # four records
+    (row,) = asked(capsys, *other, "--layouts", "tp2", "--tp-degree", "4")["rows"]
+    assert row["interval"] == "no record"
+
+
 def test_intervals_of_other_models_are_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of one model are off by a half for the other: so are those of a third expected."""
     points = {
@@ -54,7 +122,7 @@ def test_intervals_of_other_models_are_wider(monkeypatch: pytest.MonkeyPatch) ->
         "two": [[100.0 + n, 1.5] for n in range(10)],
     }
     made = tuple(
-        {"gpu": "made up", "gpus": 2, "phase": "decode", "reducer": "push", "model": model,
+        {"gpu": "made up", "gpus": 2, "phase": "decode", "way": "push", "model": model,
          "points": each} for model, each in points.items()
     )  # fmt: skip
     monkeypatch.setattr(intervals, "recorded", lambda: made)
@@ -81,7 +149,7 @@ def test_shipped_intervals_hold_what_was_recorded(phases: list[str]) -> None:
     """Fails when predictions have changed and benchmarks/prediction_errors.py was not run
     again."""
     made = prediction_errors.entries(phases)
-    names = ("gpu", "gpus", "phase", "reducer", "model")
+    names = ("gpu", "gpus", "phase", "way", "model")
     stored = {
         (*(e[name] for name in names), e.get("older")): e for e in intervals.recorded()
     }  # fmt: skip
@@ -91,7 +159,7 @@ def test_shipped_intervals_hold_what_was_recorded(phases: list[str]) -> None:
         assert len(stored[key]["points"]) == len(each["points"]), key
         for us, ratio in each["points"]:
             found = intervals.interval(
-                *(each[key] for key in ("phase", "gpu", "gpus", "reducer", "model")), us
+                *(each[key] for key in ("phase", "gpu", "gpus", "way", "model")), us
             )
             assert found.low is not None
             assert found.high is not None

@@ -308,4 +308,11 @@ def own_tables() -> dict[str, str] | None:
     """The SHA-256 of the user's tables of all-reduces and operators, by the variables that name
     them; None: there are none."""
     given = {name: os.environ.get(name) for name in (dispatch.VARIABLE, table.VARIABLE)}
-    return {name: checksum(Path(file)) for name, file in given.items() if file} or None
+    try:
+        return {name: checksum(Path(file)) for name, file in given.items() if file} or None
+    except OSError as error:
+        name = next(name for name, file in given.items() if file == error.filename)
+        raise UserError(
+            f"cannot read the table {name}={error.filename} ({error.strerror}); unset {name}, or "
+            f"correct it"
+        ) from error

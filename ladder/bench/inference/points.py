@@ -231,7 +231,9 @@ def resolve(point: InferencePoint) -> ModelConfig:
 def definition(point: InferencePoint) -> str:
     """A hash of what a point's names stand for now: a shape and a plan, or a folder's model."""
     model = model_hash(newest(Path(point.model))) if is_folder(point.model) else ""
-    content = json.dumps([resolve(point).to_dict(), model])
+    usual = {item.name: item.default for item in fields(ModelConfig)}  # others may come
+    shape = {key: value for key, value in resolve(point).to_dict().items() if value != usual[key]}
+    content = json.dumps([shape, model])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

@@ -9,10 +9,12 @@ from ladder.models.errors import UserError
 from ladder.models.presets import MOST_RANKS
 from ladder.perf import memory
 from ladder.perf.cost import check_context
+from ladder.perf.machine import Machine
 from ladder.perf.nodes import without_peers
+from ladder.perf.phases import Prediction
 from ladder.perf.planner import inference, training
-from ladder.perf.planner.intervals import Interval, interval
-from ladder.perf.planner.question import LeftOut, Question, Row, order
+from ladder.perf.planner.intervals import Interval, interval, training_way
+from ladder.perf.planner.question import Candidate, LeftOut, Question, Row, order
 from ladder.perf.simulate import check_jitter
 
 WORK = {"decode": inference, "prefill": inference, "train": training}
@@ -34,30 +36,35 @@ def ask(question: Question) -> tuple[list[Row], list[str]]:
     rows = []
     for each in of.candidates(question, left_out):
         held = of.held(question, each)
-        machine = question.machines.get(each.tp, question.machine)
+        trains = question.phase == "train"
+        machine = question.machine if trains else question.machines[each.tp]
         if not memory.fits(held, machine):
-            place = each.way if question.phase == "train" else f"TP {each.tp}"
+            place = each.way if trains else f"TP {each.tp}"
             left_out.add(each.plan, f"{place} with batch {each.batch}", NO_ROOM)
             continue
         found = of.predict(question, each)
-        trains = question.phase == "train"
-        like, way = (question.machine, "") if trains else (machine, each.way)
-        model = question.subject.name
-        gpus = 0 if without_peers(like) else like.gpus  # of which no record is
-        near = interval(question.phase, like.gpu, gpus, way, model, found.us)
-        virtual = not trains and memory.held_ranks(each.config, each.tp) > 1
-        if virtual:  # whose records are too few
-            near = Interval(None, None, "no record")
-        if trains and question.nodes > 1:
-            near = training.doubted(question, each, found, near)
-        if question.weights != "bf16":  # of which no record is
-            near = replace(near, far=True)
+        near = _interval(question, each, machine, found)
         tokens_s = of.tokens(question, each) / found.us * 1e6
         rows.append(Row(each, held, found, near, tokens_s))
     if not rows and not any(line.endswith(NO_ROOM) for line in left_out.lines()):
         raise UserError(f"nothing is left to predict: {'; '.join(left_out.lines())}")
     rows.sort(key=lambda row: (row.candidate.batch, *order(question.objective)(row)))
     return rows, left_out.lines()
+
+
+def _interval(question: Question, each: Candidate, machine: Machine, found: Prediction) -> Interval:
+    """How far the measured time may be; `far` where no record is like the candidate."""
+    trains = question.phase == "train"
+    virtual = memory.held_ranks(each.config, each.tp) > 1
+    if virtual and not trains:  # whose records are too few
+        return Interval(None, None, "no record")
+    way = training_way(each.way, virtual) if trains else each.way
+    gpus = 0 if without_peers(machine) else machine.gpus  # of which no record is
+    near = interval(question.phase, machine.gpu, gpus, way, question.subject.name, found.us)
+    if trains and question.nodes > 1:
+        near = training.doubted(question, each, found, near)
+    unlike = trains and 1 < each.tp < question.gpus  # groups of TP beside each other
+    return replace(near, far=near.far or unlike or question.weights != "bf16")
 
 
 def check(question: Question) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from ladder.infer.refusals import shape_refusals
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.ranks import Ranks
 from ladder.parallel.refusals import fused_refusal
-from ladder.perf import memory, phases
+from ladder.perf import lower_prefill, memory, phases
 from ladder.perf.cost import WAY
 from ladder.perf.fused import check_weights
-from ladder.perf.graph import FUSED
+from ladder.perf.graph import FUSED, Graph
 from ladder.perf.machine import Machine
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.nodes import without_peers
 from ladder.perf.phases import Prediction
-from ladder.perf.planner.question import ALONE, Candidate, LeftOut, Question
+from ladder.perf.planner.question import ALONE, WHOLE, Candidate, LeftOut, Question
 from ladder.perf.planner.subject import CHECKPOINT, check_names, degrees
 
 REDUCERS = tuple(WAY)
@@ -35,6 +36,12 @@ def check(question: Question) -> None:
     ):
         if given:
             raise UserError(f"--{option} is of training; give --train, or leave it out")
+    if refusals := shape_refusals(question.subject.shape):
+        raise UserError(
+            f"{question.subject.name} has {', '.join(refusals)}: its steps and prompts are not "
+            f"fused, and only fused ones are predicted; time them with `ladder bench inference`, "
+            f"or give --train for a training step"
+        )
     most = MAX_ROWS if question.phase == "decode" else MOST_BATCH
     for batch in question.batches:
         if not 1 <= batch <= most:
@@ -58,7 +65,9 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
     for tp in degrees(subject, question.machines, question.tp):
         reducers = question.reducers or _measured(question.machines[tp], tp, left_out)
         for plan in dict.fromkeys(question.chosen_plans):
-            config = subject.config(plan, tp, question.tp_degree)
+            config = question.config(plan, tp, f"TP {tp}", left_out)
+            if config is None:
+                continue
             degree = config.tp_degree or tp
             if degree % tp:
                 _refuse_degree(question, plan, degree, tp, left_out)
@@ -70,18 +79,37 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
                 continue
             if degree == 1 and config.plan.depends_on_tp and plan != CHECKPOINT:
                 if question.plans:
-                    left_out.add(plan, "TP 1", ALONE)
+                    left_out.add(plan, "TP 1", WHOLE if config.plan.no_comm else ALONE)
                 continue
             alone = tp == 1 or config.plan.no_comm
-            plain = [each for each in reducers if each != FUSED] or REDUCERS
-            for reducer in plain[:1] if alone else reducers:
+            plain = [each for each in reducers if each != FUSED]
+            for reducer in (plain or REDUCERS)[:1] if alone else reducers:
                 held = Ranks(degree, 0, degree // tp)
                 refusal = fused_refusal(config.plan, held) if reducer == FUSED else None
                 if refusal:
                     left_out.add(plan, f"TP {tp}", f"not by fused operators ({refusal})")
                     continue
                 for batch in dict.fromkeys(question.batches):
+                    asked = question, config, tp, batch, plain
+                    if same := _same(*asked) if reducer == FUSED else "":
+                        why = f"by fused operators, since it runs as with {same}"
+                        left_out.add(plan, f"TP {tp} with batch {batch}", why)
+                        continue
                     yield Candidate(plan, config, tp, reducer if tp > 1 else "", batch)
+
+
+def _same(
+    question: Question, config: ModelConfig, tp: int, batch: int, reducers: Sequence[str]
+) -> str:
+    """The reducer of these by which a prompt runs as by `fused`, or nothing."""
+    gpu, shape = question.machines[tp].gpu, (batch, question.context)
+
+    def graph(reducer: str) -> Graph:
+        way = phases.prompt_way(config, config.plan, gpu, tp, reducer, shape)
+        return lower_prefill.prefill(config.plan, way)
+
+    fused = graph(FUSED)
+    return next((each for each in reducers if graph(each) == fused), "")
 
 
 def _measured(machine: Machine, tp: int, left_out: LeftOut) -> tuple[str, ...]:
@@ -109,8 +137,7 @@ def _refuse_degree(question: Question, plan: str, degree: int, tp: int, left_out
 
 
 def held(question: Question, each: Candidate) -> Memory:
-    length = question.context
-    gpu = question.machines[each.tp].gpu
+    length, gpu = question.context, _operators_gpu(question, each.tp, [each.way])
     return memory.inference(each.config, each.tp, each.batch, length, length, question.weights, gpu)
 
 
@@ -130,14 +157,23 @@ def tokens(question: Question, each: Candidate) -> int:
     return question.gpus // each.tp * each.batch * length
 
 
+def _operators_gpu(question: Question, tp: int, ways: Sequence[str]) -> str:
+    """The GPU by whose table prompts run by fused operators, which have slots; nothing where none
+    of these ways takes any."""
+    inside = question.weights == "bf16" and {*ways} & {"push", FUSED}
+    return question.machines[tp].gpu if inside else ""
+
+
 def fit_table(question: Question) -> list[list[str]]:
-    """What each TP degree and batch takes of a GPU, under the plan `standard`."""
+    """What each TP degree and batch takes of a GPU, under the plan `standard` and the way that
+    takes most."""
     subject, table = question.subject, [FITS]
     for tp in degrees(subject, question.machines, question.tp):
         machine, context = question.machines[tp], question.context
-        most = most_sequences(subject.shape, tp, machine, context, question.weights)
+        gpu = _operators_gpu(question, tp, question.reducers or _measured(machine, tp, LeftOut()))
+        most = most_sequences(subject.shape, tp, machine, context, question.weights, gpu)
         for batch in dict.fromkeys(question.batches):
-            asked = subject.shape, tp, batch, context, context, question.weights, machine.gpu
+            asked = subject.shape, tp, batch, context, context, question.weights, gpu
             found = memory.inference(*asked)
             parts = (found.weights, found.cache, found.activations, found.reserve, found.total)
             said = "yes" if memory.fits(found, machine) else "NO"
@@ -147,12 +183,12 @@ def fit_table(question: Question) -> list[list[str]]:
 
 
 def most_sequences(
-    config: ModelConfig, tp: int, machine: Machine, context: int, weights: str
+    config: ModelConfig, tp: int, machine: Machine, context: int, weights: str, gpu: str
 ) -> int:
-    """How many prompts of `context` tokens fit."""
+    """How many prompts of `context` tokens fit. gpu: see `_operators_gpu`."""
 
     def fits(batch: int) -> bool:
-        found = memory.inference(config, tp, batch, context, context, weights, machine.gpu)
+        found = memory.inference(config, tp, batch, context, context, weights, gpu)
         return memory.fits(found, machine)
 
     if not fits(1):

@@ -1,13 +1,14 @@
 """How far a prediction may be from the time that is measured, from the errors on recorded passes.
 
 errors.json has the predicted microseconds and measured / predicted of every recorded pass to which
-nothing was fitted, by GPU, phase, reducer and model (`python benchmarks/prediction_errors.py`
-writes it). An interval goes from the prediction over a factor to the prediction times it: the one
-within which 80 % of the NEAREST passes were, those whose predicted times are nearest to the
-prediction's by their ratio, since errors depend on how long kernels take. For a model of which
-nothing was recorded it is wider: by what 80 % of the recorded passes need when those of their own
-model are left out. It covers what the simulation gets wrong on a machine whose curves are measured,
-and not what is wrong with the machine's own file.
+nothing was fitted, by GPU, phase, way and model (`python benchmarks/prediction_errors.py` writes
+it). The way is the reducer; of a training step what its ranks share, see `training_way`. An
+interval goes from the prediction over a factor to the prediction times it: the one within which 80
+% of the NEAREST passes were, those whose predicted times are nearest to the prediction's by their
+ratio, since errors depend on how long kernels take. For a model of which nothing was recorded it is
+wider: by what 80 % of the recorded passes need when those of their own model are left out. It
+covers what the simulation gets wrong on a machine whose curves are measured, and not what is wrong
+with the machine's own file.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ladder.bench.training.points import parse_layout
+from ladder.perf.graph import FUSED
+
 FILE = Path(__file__).parent / "errors.json"
 NEAREST = 20
+LEAST = 8  # with fewer, the farthest of them says little of the next
 COVERS = 0.8
 FAR = 2.0  # beyond the shortest and the longest recorded pass, by this factor, nothing is like it
 
@@ -29,8 +34,8 @@ FAR = 2.0  # beyond the shortest and the longest recorded pass, by this factor, 
 @dataclass(frozen=True)
 class Interval:
     """Factors of a predicted time, or None where no such pass was recorded. source: whose errors
-    they are. far: of other GPUs, older kernels, another TP degree, or much shorter or longer
-    passes. wider: of other models alone."""
+    they are, and of how many. far: of few passes, other GPUs, older kernels, another TP degree, or
+    much shorter or longer passes. wider: of other models alone."""
 
     low: float | None
     high: float | None
@@ -48,60 +53,69 @@ def recorded() -> tuple[Mapping[str, Any], ...]:
     return tuple(json.loads(FILE.read_text(encoding="utf-8"))["entries"])
 
 
-def interval(phase: str, gpu: str, gpus: int, reducer: str, model: str, us: float) -> Interval:
-    """That of a pass of a model predicted to take `us` on so many GPUs. reducer: "" for one GPU
+def training_way(layout: str, virtual: bool) -> str:
+    """The way of a training step: what ranks share in a layout, but for data parallelism beside TP.
+    virtual: a process computes several of the plan's ranks."""
+    found = parse_layout(layout)
+    way = "data parallel"
+    if found.tp > 1:
+        way = f"tp{'+sp' * found.sequence_parallel}{'+fused' * (found.reducer == FUSED)}"
+    return f"{way}, virtual ranks" if virtual else way
+
+
+def interval(phase: str, gpu: str, gpus: int, way: str, model: str, us: float) -> Interval:
+    """That of a pass of a model predicted to take `us` on so many GPUs. way: "" for one GPU
     alone."""
-    found, here, now = _alike(phase, gpu, gpus, reducer)
+    found, whose, enough = _alike(phase, gpu, gpus, way)
     if not found:
         return Interval(None, None, "no record")
-    wide = width([point for each in found.values() for point in each], us)
+    points = [point for each in found.values() for point in each]
+    wide = width(points, us)
     if model not in found:
-        wide *= _margin(phase, gpu, gpus, reducer)
-    times = [time for each in found.values() for time, _ in each]
-    far = not now or not min(times) / FAR <= us <= max(times) * FAR
+        wide *= _margin(phase, gpu, gpus, way)
+    times = [time for time, _ in points]
+    far = not enough or not min(times) / FAR <= us <= max(times) * FAR
     far |= model not in found and len(found) == 1
-    where = f"{phase}, {reducer}" if reducer else phase
-    if here:
-        where += f", {gpus} x {gpu}{'' if now else ', older kernels'}"
-    else:
-        kinds = sorted({each["gpu"] for each in _kind(phase, reducer)})
-        where += ", other numbers of GPUs" if gpu in kinds else f", {', '.join(kinds)}"
     models = f"{len(found)} model{'s' if len(found) > 1 else ''}"
-    source = f"{len(times)} records of {models} ({where})"
+    nearest = f"{NEAREST} of {len(points)}" if len(points) > NEAREST else f"{len(points)}"
+    where = ", ".join(each for each in (phase, way, whose) if each)
+    source = f"{nearest} records of {models} ({where})"
     return Interval(1 / wide, wide, source, far, model not in found)
 
 
 Points = dict[str, list[tuple[float, float]]]
 
 
-def _kind(phase: str, reducer: str) -> list[Mapping[str, Any]]:
-    """The entries of a phase and a reducer, on any GPUs."""
-    return [
-        each for each in recorded() if each["phase"] == phase and reducer in ("", each["reducer"])
-    ]
-
-
 @functools.cache
 def _alike(
-    phase: str, gpu: str, gpus: int, reducer: str, older: bool = False
-) -> tuple[Points, bool, bool]:
-    """The points of each model: predicted us, measured / predicted; whether they are of so many of
-    these GPUs, and of these with the kernels asked for."""
-    alike = _kind(phase, reducer)
+    phase: str, gpu: str, gpus: int, way: str, older: bool = False
+) -> tuple[Points, str, bool]:
+    """The points of each model: predicted us, measured / predicted; whose they are; and whether
+    there are enough of so many of these GPUs with the kernels asked for. Those of other kernels
+    are added to fewer, those of other GPUs to none."""
+    alike = [each for each in recorded() if each["phase"] == phase and way in ("", each["way"])]
     here = [each for each in alike if (each["gpu"], each["gpus"]) == (gpu, gpus)]
     now = [each for each in here if each.get("older", False) == older]
+    enough = sum(len(each["points"]) for each in now) >= LEAST
+    chosen = now if enough else here or alike
+    whose = f"{gpus} x {gpu}"
+    if not here:
+        kinds = sorted({each["gpu"] for each in alike})
+        whose = "other numbers of GPUs" if gpu in kinds else ", ".join(kinds)
+    elif len(chosen) > len(now):
+        whose += ", some with older kernels" if now else ", older kernels"
     found: Points = {}
-    for each in now or here or alike:
+    for each in chosen:
         points = found.setdefault(each["model"], [])
         points += [(float(time), float(ratio)) for time, ratio in each["points"]]
-    return found, bool(here), bool(now)
+    return found, whose, enough
 
 
 @functools.cache
-def _margin(phase: str, gpu: str, gpus: int, reducer: str) -> float:
+def _margin(phase: str, gpu: str, gpus: int, way: str) -> float:
     """The factor by which intervals from other models' records must be wider at both ends to hold
     COVERS of a model's records, each model with the same weight."""
-    found, *_ = _alike(phase, gpu, gpus, reducer)
+    found, *_ = _alike(phase, gpu, gpus, way)
     needed: list[tuple[float, float]] = []
     for model, points in found.items():
         others = [point for name, each in found.items() if name != model for point in each]
@@ -130,7 +144,7 @@ def coverage() -> dict[str, tuple[int, float]]:
     others give."""
     inside: dict[str, list[bool]] = {}
     for each in recorded():
-        key = each["phase"], each["gpu"], each["gpus"], each["reducer"]
+        key = each["phase"], each["gpu"], each["gpus"], each["way"]
         alike, *_ = _alike(*key, each.get("older", False))
         points = [point for some in alike.values() for point in some]
         for us, ratio in each["points"]:

@@ -79,8 +79,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--objective",
         choices=OBJECTIVES,
-        help="what to recommend: the least time, the most tokens a second on all GPUs, or the "
-        "least memory (latency; of --train throughput)",
+        help="what to recommend: the least time (not of --train), the most tokens a second on all "
+        "GPUs, or the least memory (latency; of --train throughput)",
     )
     add_calibration(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ladder.models.config import ModelConfig
+from ladder.models.errors import UserError
 from ladder.perf.machine import Machine
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.phases import Prediction
@@ -17,6 +18,7 @@ from ladder.plans import OVERVIEW
 BATCHES = {"decode": (1, 4, 16, 64), "prefill": (1, 4, 16, 64), "train": (1, 2, 4, 8)}
 CLOSE = 0.03  # two predictions that are closer are not told apart
 ALONE = "with T = 1 it is another plan"  # why one that depends on T is left out
+WHOLE = "without TP there is no reduce to leave out"  # and why one without communication is
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,17 @@ class Question:
     @property
     def chosen_plans(self) -> tuple[str, ...]:
         return self.plans or ((CHECKPOINT, *OVERVIEW) if self.subject.own else OVERVIEW)
+
+    def config(self, plan: str, tp: int, where: str, left_out: LeftOut) -> ModelConfig | None:
+        """The model with a plan at a TP degree; None for one of the default that the model cannot
+        have, as with biases of outputs, which goes to `left_out`. Raises UserError for others."""
+        try:
+            return self.subject.config(plan, tp, self.tp_degree)
+        except UserError as error:
+            if self.plans or not self.subject.divides(self.tp_degree or tp):
+                raise
+            left_out.add(plan, where, str(error))
+            return None
 
     def is_own(self, plan: str, config: ModelConfig) -> bool:
         """Whether a plan is the folder's own, which is there under the name CHECKPOINT."""
@@ -154,8 +167,8 @@ def recommended(rows: Sequence[Row], objective: str) -> Row | None:
     """
     able = [row for row in rows if not row.candidate.bound]
     best = min(able, key=order(objective), default=None)
-    if best is None or objective == "memory":
-        return best
+    if best is None:
+        return None
     for plan in (CHECKPOINT, "standard"):
         same = [row for row in able if row.candidate.plan == plan]
         if same:

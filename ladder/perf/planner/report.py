@@ -12,7 +12,6 @@ from ladder.costs import HEADROOM
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.nodes import declaration
 from ladder.perf.planner.candidates import work
-from ladder.perf.planner.intervals import NEAREST
 from ladder.perf.planner.question import CLOSE, Question, Row, order, recommended, score
 from ladder.perf.planner.subject import CHECKPOINT
 from ladder.plans import aligned
@@ -113,10 +112,13 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
     known = [row.interval for row in rows if row.interval.low is not None]
     sources = dict.fromkeys(f"{each.source}{'*' * each.wider}" for each in known)
     other = f" *: wider, since {question.subject.name} is not among them."
-    doubt = " ?: from other GPUs, kernels or weights, another TP degree, or times unlike the row's."
+    doubt = (
+        " ?: from few records, other GPUs, kernels or weights, another TP degree or layout, or "
+        "times unlike the row's."
+    )
     found = [
-        f"80 % interval: the factor within which 80 % of the {NEAREST} nearest predictions were, "
-        f"among {'; '.join(sources)}.{other if any(each.wider for each in known) else ''}"
+        f"80 % interval: the factor within which 80 % of the predictions nearest in time were, of "
+        f"{'; '.join(sources)}.{other if any(each.wider for each in known) else ''}"
         f"{doubt if any(row.interval.far for row in rows) else ''}"
         if sources
         else "No interval: no such pass was recorded."
@@ -198,12 +200,11 @@ def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
     gain = score(plain, question.objective) / own if plain is not None else 1.0
     if plain is not None and plain is not best and gain - 1 >= CLOSE:
         said.append(f"{gain:.2f} times {by[question.objective]} the best of {as_it_is}")
-    elif (
-        question.objective != "memory"
-        and best.candidate.plan in ("standard", CHECKPOINT)
-        and there - {best.candidate.plan}
-    ):
-        said.append(f"no other plan gains {CLOSE:.0%}, so that none pays here")
+    elif best.candidate.plan in ("standard", CHECKPOINT) and there - {best.candidate.plan}:
+        gains = (
+            f"takes {CLOSE:.0%} less" if question.objective == "memory" else f"gains {CLOSE:.0%}"
+        )
+        said.append(f"no other plan {gains}, so that none pays here")
     close = [
         str(row.candidate)
         for row in alike

@@ -46,8 +46,15 @@ class Subject:
                 )
             return self.own
         degree = tp_degree or tp
-        found = resolve_plan(load_plan(plan), self.shape.num_layers, degree)
-        return replace(self.shape, plan=found, tp_degree=degree if found.depends_on_tp else None)
+        spec = load_plan(plan)
+        try:
+            found = resolve_plan(spec, self.shape.num_layers, degree)
+            of_plan = degree if found.depends_on_tp else None
+            return replace(self.shape, plan=found, tp_degree=of_plan)
+        except UserError as error:
+            if spec is plan:  # a preset, which is named
+                raise
+            raise UserError(f"--plans {plan}: {error}") from error
 
 
 def subject(name: str) -> Subject:

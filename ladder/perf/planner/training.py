@@ -14,7 +14,7 @@ from ladder.perf.memory import GIB, Memory
 from ladder.perf.nodes import ENDS, LIKELY, Doubt
 from ladder.perf.phases import Prediction
 from ladder.perf.planner.intervals import Interval
-from ladder.perf.planner.question import ALONE, Candidate, LeftOut, Question
+from ladder.perf.planner.question import ALONE, WHOLE, Candidate, LeftOut, Question
 from ladder.perf.planner.subject import check_names
 from ladder.train.config import MOST
 
@@ -26,6 +26,11 @@ FITS = ["layout", "batch", "weights", "optimiser", "gradients", "activations", "
 
 def check(question: Question) -> None:
     """Raise UserError for options that no candidate can have."""
+    if question.objective == "latency":
+        raise UserError(
+            "--objective=latency with --train: a step has the --batch of each data-parallel rank, "
+            "so that layouts do different work in it; give throughput, or leave it out"
+        )
     if question.tp:
         raise UserError("--tp is of inference; name the degree in --layouts, as tp4+sp")
     if question.reducers:
@@ -86,7 +91,12 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
         for plan in dict.fromkeys(plans):
             if plan == "none" and not question.plans:
                 continue  # not a model
-            config = question.subject.config(plan, tp, question.tp_degree)
+            config = question.config(plan, tp, layout.name, left_out)
+            if config is None:
+                continue
+            if tp == 1 and config.plan.no_comm:
+                left_out.add(plan, layout.name, WHOLE)
+                continue
             if config.tp_degree == 1:
                 left_out.add(plan, layout.name, f"{ALONE}; --tp-degree gives another")
                 continue
@@ -94,8 +104,6 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
             if degree % tp:
                 left_out.add(plan, layout.name, f"T is {degree}, which {tp} does not divide")
                 continue
-            if tp == 1 and config.plan.no_comm:
-                continue  # without TP there is no reduce to leave out
             name = layout.name
             refusal = sharded_refusal(config.plan, Ranks(degree, 0, degree // tp))
             if layout.sequence_parallel and refusal:
