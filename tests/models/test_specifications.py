@@ -178,7 +178,7 @@ def test_plans_saved_when_residual_was_called_stream() -> None:
         ({"name": "mine", "layers": [3]}, ["each entry of plan 'mine' must be a mapping"]),
         ({"name": "mine", "layers": [{"layers": "0-5", "mlp": {"own_lags": 1}}]},
          ["unknown key 'own_lags' of mlp of entry 0 of plan 'mine' (did you mean 'own_lag'?)"]),
-        ([{"kind": "attention"}, {"kind": "mlp"}], ["1 layers", "6"]),
+        ([{"kind": "attention"}, {"kind": "mlp"}], ["1 layer ", "6"]),
         ([{"kind": "attention"}, {"own_lag": 1}], ["entry 0", "layers"]),
     ],
 )  # fmt: skip
