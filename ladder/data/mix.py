@@ -174,20 +174,20 @@ def open_sources(data: Any) -> TokenData:
     if len(sources) == 1:
         return first
     chats = [source for source in sources if (source.folder / TEMPLATE).is_file()]
-    for source in chats[1:]:
-        if (source.folder / TEMPLATE).read_bytes() != (chats[0].folder / TEMPLATE).read_bytes():
-            raise UserError(
-                f"data sources {chats[0].folder} and {source.folder} were made with different chat "
-                f"templates; prepare one again with --chat-template "
-                f"{chats[0].folder / TEMPLATE}"
-            )
     home = chats[0] if chats else first
+    for source in chats[1:]:
+        template = home.folder / TEMPLATE
+        if (source.folder / TEMPLATE).read_bytes() != template.read_bytes():
+            raise UserError(
+                f"data sources {home.folder} and {source.folder} were made with different chat "
+                f"templates; prepare one again with --chat-template {template}"
+            )
     shares = whole_shares([weight for _, weight in named])
     return Mix(
         home.folder,
         home.vocab_size,
         home.eos_id,
-        first.token_bytes,
+        home.token_bytes,
         {name: _join([source.split(name) for source in sources]) for name in SPLITS},
         {
             "tokenizer_sha256": first.index["tokenizer_sha256"],

@@ -165,12 +165,15 @@ def check_run(
     source = None if resume else starting_point(config, data)
     content = fingerprint(data)
     record = _check_folder(folder, config, content, resume, found, left)
+    teacher = teacher_record(config) if config.teacher else None
+    _check_teacher((record or {}).get("teacher"), teacher, config)
     checkpoint = found[-1][1] if record else None
     if source is None:
         source = starting_point(config, data, checkpoint, (record or {}).get("first_plan"))
     if resume and not record:
         _check_restart(folder, config, config.resolved(source.config))
     launch.agree({"model": source.config.to_dict()})
+    launch.agree({"teacher": teacher and teacher["model"]})
     launch.agree({"start": _steps_of(record)})  # before any rank writes to the folder
     micro = _micro_batch(config, data_parallel(mesh)[0])
     check_heldout(data, config.seq_len, config.eval_windows)
@@ -179,8 +182,6 @@ def check_run(
         config.check_rows(sequences)
     launch.on_first(lambda: check_packages(config.tensorboard, config.wandb))
     again = resume and not record
-    teacher = teacher_record(config) if config.teacher else None
-    launch.agree({"teacher": teacher and teacher["model"]})
     return Run(
         config, device, mesh, data, content, windows, source, checkpoint, record, again, micro,
         teacher,
@@ -246,7 +247,6 @@ def _check_folder(
     # Weights come from the checkpoint, and the teacher is known by its files.
     moved = ("init", "teacher") if "teacher" in record else ("init",)
     refuse_changes(record["config"], config, run, moved)
-    _check_teacher(record.get("teacher"), config, run)
     if record.get("data") != fingerprint:
         raise UserError(
             f"data={config.data} has changed since the run in {run} was started; "
@@ -261,16 +261,15 @@ def _check_folder(
     return record
 
 
-def _check_teacher(before: Mapping[str, str] | None, config: TrainConfig, run: Path) -> None:
-    """Raise UserError unless the recipe's teacher is that of a checkpoint's record."""
-    if not config.teacher or before is None:
-        return
-    now = teacher_record(config)
-    if now["model"] != before["model"]:
+def _check_teacher(
+    before: Mapping[str, str] | None, now: Mapping[str, str] | None, config: TrainConfig
+) -> None:
+    """Raise UserError if the teacher of a checkpoint's record was another model than now."""
+    if before and now and now["model"] != before["model"]:
         raise UserError(
             f"teacher={config.teacher} is {now['folder']}, another model than that of the run in "
-            f"{run}, which was started with {before['folder']}; resume with that one, or start a "
-            f"new run with another out"
+            f"{config.out}, which was started with {before['folder']}; resume with that one, or "
+            f"start a new run with another out"
         )
 
 
