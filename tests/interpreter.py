@@ -28,7 +28,8 @@ from torch import Tensor
 
 MODULES = (
     *(f"ladder.kernels.{name}" for name in ("attention", "choice", "decode", "landing", "norm")),
-    *(f"ladder.kernels.{name}" for name in ("bags", "collect", "gemm", "grouped", "prefill")),
+    *(f"ladder.kernels.{name}" for name in ("bags", "collect", "gemm", "grouped", "messages")),
+    "ladder.kernels.prefill",
     "ladder.kernels.push_land",
     *(f"ladder.kernels.{name}" for name in ("eight_bits", "pieces", "rows", "slots", "tiles")),
     *("ladder.comm.push", "ladder.comm.two_shot"),

@@ -7,37 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.comm.collectives import all_gather
-from ladder.kernels.eight_bits import round_rows
+from ladder.kernels import messages
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models.errors import UserError
 from ladder.models.forward_pass import Norm, Pass
 from ladder.models.in_flight import InFlight
 from ladder.models.plan import Plan
 from ladder.models.ranks import Ranks
-from ladder.models.storage import QUANTISED, rounded
 from ladder.parallel.reducers import AsyncReducer
 
 if TYPE_CHECKING:
     from ladder.models.runtime import Runtime
-
-SCALE_BYTES = 4  # of a token's scale, float32, behind its elements
-
-
-def packed(rows: Tensor, kind: str) -> Tensor:
-    """rows [M, D] as a message: uint8 [M, D + SCALE_BYTES], each row with its scale."""
-    small, scales = round_rows(rows) if kind == "fp8" else rounded(rows, kind)
-    return torch.cat((small.view(torch.uint8), scales[:, None].view(torch.uint8)), 1)
-
-
-def unpacked(message: Tensor, kind: str) -> Tensor:
-    """The values of a message [M, D + SCALE_BYTES], float32 [M, D]."""
-    small = message[:, :-SCALE_BYTES].view(QUANTISED[kind])
-    scales = message[:, -SCALE_BYTES:].contiguous().view(torch.float32)
-    return small.float().mul_(scales)
 
 
 def rounding_refusal(plan: Plan) -> str | None:
@@ -103,25 +86,19 @@ class EightBitReducer(AsyncReducer):
 
     def _exchange(self, rows: Tensor, wait: bool) -> tuple[Tensor, dist.Work]:
         """The ranks' messages for this rank's share of the rows, and what to wait for."""
-        message = packed(rows, self.kind)
         world = self.ranks.processes
-        message = F.pad(message, (0, 0, 0, -len(message) % world))
+        share = -(-len(rows) // world)
+        message = messages.pack(rows, self.kind, world * share)
         parts = torch.empty_like(message)
         work = dist.all_to_all_single(parts, message, group=self.group, async_op=not wait)
-        return parts.unflatten(0, (world, -1)), work
+        return parts.unflatten(0, (world, share)), work
 
     def _sum(self, rows: Tensor, parts: Tensor) -> Tensor:
         """The sums of all rows [M, D], from this rank's rows and all ranks' parts of its share."""
         world, share, _ = parts.shape
         rank = self.ranks.process
-        own = rows[rank * share : (rank + 1) * share].float()
-        total = torch.zeros(share, rows.shape[1], device=rows.device)
-        for other in range(world):
-            if other == rank:
-                total[: len(own)] += own
-            else:
-                total += unpacked(parts[other], self.kind)
-        mine = packed(total, self.kind)
+        own = rows[rank * share : (rank + 1) * share]
+        mine = messages.sum_messages(own, parts, rank, self.kind)
         whole = torch.empty(world * share, mine.shape[1], dtype=mine.dtype, device=mine.device)
         all_gather(whole, mine, group=self.group)
-        return unpacked(whole[: len(rows)], self.kind).to(rows.dtype)
+        return messages.unpack(whole[: len(rows)], self.kind, rows.shape[1], rows.dtype)

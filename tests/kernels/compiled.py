@@ -47,7 +47,16 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
     from ladder import kernels
     from ladder.bench.trace import all_kernels
     from ladder.comm import push, symmetric, two_shot
-    from ladder.kernels import choice, clock, collect, decode_shapes, eight_bits, gemm, push_land
+    from ladder.kernels import (
+        choice,
+        clock,
+        collect,
+        decode_shapes,
+        eight_bits,
+        gemm,
+        messages,
+        push_land,
+    )
     from ladder.kernels import slots as slots_module
     from ladder.kernels.limits import CHUNK
 
@@ -135,6 +144,11 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             stored = torch.zeros(SIZE, SIZE, dtype=torch.int8).view(dtype)
             scales = torch.zeros(scale_shape(kind, stored.shape), dtype=scale_dtype(kind))
             eight_bits.unpack(stored, scales, BF16)
+            if kind != "fp8-block":
+                row = torch.zeros(ROWS, SIZE, dtype=BF16)
+                message = messages.pack(row, kind, ROWS)
+                messages.sum_messages(row, torch.stack([message] * WORLD), RANK, kind)
+                messages.unpack(message, kind, SIZE, BF16)
         case = "bfloat16"
         eight_bits.round_rows(torch.zeros(ROWS, SIZE, dtype=BF16))
         x, weight = torch.zeros(WORLD * 128, 64, dtype=BF16), torch.zeros(64, 256, dtype=BF16)
