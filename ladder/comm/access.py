@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from ladder.comm.capture import capturing
 from ladder.comm.switch import P2P_SWITCH, p2p_disabled
 from ladder.jit import triton
+from ladder.models.errors import UserError
 
 
 def push_refusal(processes: int) -> str | None:
@@ -24,12 +27,63 @@ def push_refusal(processes: int) -> str | None:
         return f"{P2P_SWITCH}={os.environ[P2P_SWITCH]} keeps peer memory out of use"
     if processes > torch.cuda.device_count():
         return f"{processes} ranks are on more than this machine's {torch.cuda.device_count()} GPUs"
-    mine = torch.cuda.current_device()
+    mine, visible = torch.cuda.current_device(), torch.cuda.device_count()
     first = mine // processes * processes
-    for peer in range(first, first + processes):
+    if first + processes > visible:
+        return (
+            f"GPU {mine} of {visible} has no {processes} neighbours, a multiple of {processes} on"
+        )
+    return _unreachable(mine, list(range(first, first + processes)))
+
+
+def _unreachable(mine: int, peers: list[int]) -> str | None:
+    for peer in peers:
         if peer != mine and not torch.cuda.can_device_access_peer(mine, peer):
             return f"GPU {mine} has no peer access to GPU {peer}"
     return None
+
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, str | None] = WeakKeyDictionary()
+
+
+def group_refusal(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The reason why kernels of this group's ranks cannot write to each other's memory, or None.
+
+    It is the same on all ranks: the first rank's that has one. device: this rank's GPU. The ranks
+    ask each other at the first call with a group, which all must make together, outside of a
+    capture of a CUDA graph. For groups of any GPUs; `push_refusal` is of neighbours.
+    """
+    if group not in _groups:
+        if capturing():
+            raise UserError(
+                "the first call with a process group asks its ranks for their GPUs, which a CUDA "
+                "graph capture cannot do; run the call once before"
+            )
+        mine = push_refusal(1), _gpu(device.index)
+        everyone: list[tuple[str | None, str]] = [mine] * group.size()
+        dist.all_gather_object(everyone, mine, group=group)
+        refusals = [why for why, _ in everyone]
+        if not any(refusals):
+            found = _unseen(group.rank(), device.index, [gpu for _, gpu in everyone])
+            dist.all_gather_object(refusals, found, group=group)
+        _groups[group] = next((why for why in refusals if why), None)
+    return _groups[group]
+
+
+def _gpu(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _unseen(rank: int, mine: int, gpus: list[str]) -> str | None:
+    """Why this rank, with GPU `mine`, cannot reach those GPUs of all ranks, or None."""
+    visible = [_gpu(index) for index in range(torch.cuda.device_count())]
+    for peer, gpu in enumerate(gpus):
+        if gpu not in visible:
+            return (
+                f"rank {rank} does not see the GPU of rank {peer} of its group; peer memory needs "
+                f"ranks of one host that see each other's GPUs"
+            )
+    return _unreachable(mine, [visible.index(gpu) for gpu in gpus])
 
 
 def common_push_refusal(processes: int) -> str | None:

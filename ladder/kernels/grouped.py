@@ -44,10 +44,13 @@ def _grouped_push_kernel(
     kind: tl.constexpr = out.dtype.element_ty
     await_open(peer(words, rank, tl.int32), rank, WORLD, SPIN_LIMIT)
     e = tl.arange(0, EXPERTS)
-    firsts = tl.load(offsets + e, mask=e < experts, other=0).to(tl.int32)
-    lasts = tl.load(offsets + e + 1, mask=e < experts, other=0).to(tl.int32)
+    # Offsets beyond the rows, which the host does not know, must not reach `places` or an owner.
+    firsts = tl.load(offsets + e, mask=e < experts, other=0)
+    firsts = tl.maximum(tl.minimum(firsts, m), 0).to(tl.int32)
+    lasts = tl.load(offsets + e + 1, mask=e < experts, other=0)
+    lasts = tl.maximum(tl.minimum(lasts, m), 0).to(tl.int32)
     across = tl.cdiv(N, BN)
-    tiles = tl.cdiv(lasts - firsts, BM) * across  # of each expert
+    tiles = tl.cdiv(tl.maximum(lasts - firsts, 0), BM) * across  # of each expert
     ends = tl.cumsum(tiles, axis=0)
     for at in tl.range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
         expert = tl.sum((ends <= at).to(tl.int32))
@@ -103,6 +106,7 @@ def grouped_push(
     capacity, n].
     """
     experts, size, n = W.shape
+    assert h.dtype.itemsize == 2, h.dtype  # as the kernel's addresses count
     h = h.contiguous()
     turned = W.stride(1) == 1 and W.transpose(1, 2).is_contiguous()
     flat = (W.transpose(1, 2) if turned else W.contiguous()).flatten(0, 1)

@@ -24,7 +24,7 @@ from ladder.kernels.bags import pool_bags
 from ladder.models.errors import UserError
 from ladder.ops import exchange
 from ladder.ops.calls import execute, operator, size_of
-from ladder.ops.checks import check_like, check_whole, resolve
+from ladder.ops.checks import check_like, check_rows, check_whole, resolve
 from ladder.ops.registry import define, implement
 
 MODES = ("sum", "mean")
@@ -177,14 +177,18 @@ def _check(
 ) -> list[int]:  # fmt: skip
     """The number of tables of each rank."""
     _check_tables(weights)
+    _check_bags(indices, offsets, mode, "weights[0]", weights[0])
+    return _counted(size_of(group_name), len(weights), offsets, table_counts)
+
+
+def _check_bags(indices: Tensor, offsets: Tensor, mode: str, like_name: str, like: Tensor) -> None:
     for name, tensor in (("indices", indices), ("offsets", offsets)):
-        check_whole(name, tensor, "weights[0]", weights[0])
+        check_whole(name, tensor, like_name, like)
         _check_line(name, tensor)
     if offsets.dtype != indices.dtype:
         raise UserError(f"offsets is {offsets.dtype} and indices {indices.dtype}; convert one")
     if mode not in MODES:
         raise UserError(f"mode={mode!r}; expected 'sum' or 'mean'")
-    return _counted(size_of(group_name), len(weights), offsets, table_counts)
 
 
 def _check_values(
@@ -244,16 +248,36 @@ def embedding_bag_all_to_all_backward(
     grad: Tensor, indices: Tensor, offsets: Tensor, rows: list[int], mode: str, group_name: str,
     *, table_counts: list[int] | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of this rank's tables, of `rows` rows each."""
-    counts = _counts(rows, group_name, table_counts)
+    """The gradients of this rank's tables, of `rows` rows each: [rows_t, dim].
+
+    grad: [B / T, tables x dim], of the pooled rows. The rest: as for embedding_bag_all_to_all. It
+    has no gradient itself.
+    """
+    counts = _check_gradient(grad, indices, offsets, rows, mode, group_name, table_counts)
     return execute(
         "embedding_bag_all_to_all_backward", group_name, grad,
         (grad.shape,), grad, indices, offsets, rows, mode, counts,
     )  # fmt: skip
 
 
-def _counts(rows: list[int], group_name: str, table_counts: list[int] | None) -> list[int]:
-    return [len(rows)] * size_of(group_name) if table_counts is None else list(table_counts)
+def _check_gradient(
+    grad: Tensor, indices: Tensor, offsets: Tensor, rows: list[int], mode: str, group_name: str,
+    table_counts: list[int] | None,
+) -> list[int]:  # fmt: skip
+    """The number of tables of each rank."""
+    check_rows("grad", grad)
+    check_like("grad", grad)
+    if not rows:
+        raise UserError("rows is empty; give the rows of each table")
+    _check_bags(indices, offsets, mode, "grad", grad)
+    counts = _counted(size_of(group_name), len(rows), offsets, table_counts)
+    share, tables = (offsets.shape[0] - 1) // len(rows) // len(counts), sum(counts)
+    if grad.shape[0] != share or grad.shape[1] % tables:
+        raise UserError(
+            f"grad has shape {list(grad.shape)}; expected {share} rows, of this rank's samples, of "
+            f"{tables} tables with as many columns each"
+        )
+    return counts
 
 
 @embedding_bag_all_to_all_backward.register_fake
@@ -261,7 +285,8 @@ def _(
     grad: Tensor, indices: Tensor, offsets: Tensor, rows: list[int], mode: str, group_name: str,
     *, table_counts: list[int] | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    dim = grad.shape[1] // sum(_counts(rows, group_name, table_counts))
+    counts = _check_gradient(grad, indices, offsets, rows, mode, group_name, table_counts)
+    dim = grad.shape[1] // sum(counts)
     return [grad.new_empty(each, dim) for each in rows]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef, Library, custom_op
 
+from ladder.comm.access import group_refusal
 from ladder.comm.capture import mode
 from ladder.jit import device_name
 from ladder.ops import choice
@@ -48,7 +49,8 @@ def execute(op: str, group_name: str, like: Tensor, shapes: tuple[Any, ...], *ar
     ranks = group.size()  # dist.get_world_size takes the host 40 times as long
     sizes = OPERATORS[op].measure(ranks, *shapes)
     any_order, about = choice.allows_any_order(group), (device_name(like.device), like.dtype)
-    call = call_of(op, *about, ranks, sizes, any_order, mode())
+    apart = group_refusal(group, like.device) or "" if like.is_cuda and ranks > 1 else None
+    call = call_of(op, *about, ranks, sizes, any_order, mode(), apart)
     return choice.run(call, group, *args)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder.comm import capture
 from ladder.kernels.bags import MAX_PROGRAMS, ORDERS, default_programs, push_bags
 from ladder.models.errors import UserError, unknown
 from ladder.ops.checks import check_switch
@@ -54,6 +55,12 @@ def pushed(
         ("firsts", *before),
         lambda: torch.tensor(before, dtype=torch.int32, device=first.device),
     )
+    for n, each in enumerate(weights):
+        if capture.capturing() and not each.is_contiguous():
+            raise UserError(
+                f"weights[{n}] is not contiguous, so a CUDA graph would read a copy of it; call "
+                f".contiguous() once, before the capture"
+            )
     dense = [each.contiguous() for each in weights]
     slot = box.slots.own.view(first.dtype)[: shape[0] * shape[1]].view(shape).detach()
     out = slot if lent else first.new_empty(shape)

@@ -19,10 +19,10 @@ from torch import Tensor
 from ladder.kernels.grouped import grouped_push
 from ladder.kernels.rows import as_bits, place, push_rows, receive_rows
 from ladder.models.errors import UserError
-from ladder.ops.pushed_rows import mailbox_of, received
+from ladder.ops.pushed_rows import mailbox_of
 from ladder.ops.refusals import kernel_refusal, peer_refusal
 from ladder.ops.registry import Call, implement
-from ladder.ops.rows import Sent
+from ladder.ops.rows import Sent, received
 from ladder.ops.tilings import TILING, tiling_of
 
 OP = "matmul_all_to_all"

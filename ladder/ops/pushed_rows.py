@@ -26,7 +26,7 @@ from ladder.kernels.rows import (
 from ladder.ops.mailbox import Mailbox, mailbox
 from ladder.ops.refusals import peer_refusal
 from ladder.ops.registry import Call, implement
-from ladder.ops.rows import Sent
+from ladder.ops.rows import Sent, received
 
 
 def move_refusal(call: Call) -> str | None:
@@ -38,12 +38,6 @@ def mailbox_of(group: dist.ProcessGroup, op: str, like: Tensor, size: int) -> Ma
     """A mailbox for the kernels of rows, for pieces of `size` bytes."""
     world = dist.get_world_size(group)
     return mailbox(group, op, like, world * size, world * WORDS)
-
-
-def received(world: int, capacity: int, columns: int, like: Tensor) -> Sent:
-    counts = like.new_empty(world, dtype=torch.int64)
-    overflow = like.new_empty((), dtype=torch.int64)
-    return like.new_empty(world, capacity, columns), counts, overflow
 
 
 @implement("all_to_all_rows", "pushed", move_refusal)

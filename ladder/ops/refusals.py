@@ -26,6 +26,8 @@ def peer_refusal(call: Call) -> str | None:
         return "a size is 0; there is nothing to overlap"
     if call.dtype == torch.float64:
         return "it sums in float32; float64 is for gradcheck"
+    if call.apart is not None:
+        return call.apart or None
     here = torch.cuda.is_available() and device_name(torch.device("cuda", 0)) == call.device
     return push_refusal(call.ranks) if here else None
 

@@ -37,8 +37,9 @@ class Call:
     """What is known of a call before it runs.
 
     sizes: rounded up to powers of two, as tables have them. any_order: sums may be in any order.
-    exact: the sizes as they are, or () if only the bucket is known. mode: see
-    `ladder.comm.capture`. Printed are the exact ones, each with its bucket where that is another.
+    exact: the sizes as they are, or () if only the bucket is known; printed, each with its bucket
+    where that is another. mode: see `ladder.comm.capture`. apart: the reason why the group's ranks
+    cannot reach each other's memory, "" if they can; None: neighbours on this machine are meant.
     """
 
     op: str
@@ -49,6 +50,7 @@ class Call:
     any_order: bool = False
     exact: tuple[int, ...] = ()
     mode: Mode = "eager"
+    apart: str | None = None
 
     def __str__(self) -> str:
         named = zip(OPERATORS[self.op].sizes, self.exact or self.sizes, self.sizes, strict=True)
@@ -166,10 +168,10 @@ def bucket(sizes: Sequence[int]) -> tuple[int, ...]:
 
 def call_of(
     op: str, device: str, dtype: torch.dtype, ranks: int, sizes: Sequence[int], any_order: bool,
-    mode: Mode,
+    mode: Mode, apart: str | None = None,
 ) -> Call:  # fmt: skip
     """The call with these sizes."""
-    return Call(op, device, dtype, ranks, bucket(sizes), any_order, tuple(sizes), mode)
+    return Call(op, device, dtype, ranks, bucket(sizes), any_order, tuple(sizes), mode, apart)
 
 
 def find_operator(op: str, where: str = "") -> Operator:

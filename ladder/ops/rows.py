@@ -142,11 +142,22 @@ def staged_matmul_all_to_all_backward(
     group: dist.ProcessGroup, grad: Tensor, h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor
 ) -> tuple[Tensor, Tensor]:
     of_y = staged_return_rows(group, grad, owned(owners, offsets))
-    of_h, of_W = h.new_zeros(h.shape), W.new_zeros(W.shape)
-    for n, expert in enumerate(expert_rows(offsets, len(h))):
-        of_h[expert] = of_y[expert] @ W[n].t()
+    experts = expert_rows(offsets, len(h))
+    return gradient_of_rows(of_y, W, experts), gradient_of_matrices(of_y, h, W, experts)
+
+
+def gradient_of_rows(of_y: Tensor, W: Tensor, experts: list[slice]) -> Tensor:
+    of_h = of_y.new_zeros(len(of_y), W.shape[1])
+    for expert, matrix in zip(experts, W, strict=True):
+        of_h[expert] = of_y[expert] @ matrix.t()
+    return of_h
+
+
+def gradient_of_matrices(of_y: Tensor, h: Tensor, W: Tensor, experts: list[slice]) -> Tensor:
+    of_W = W.new_zeros(W.shape)
+    for n, expert in enumerate(experts):
         of_W[n] = h[expert].t() @ of_y[expert]
-    return of_h, of_W
+    return of_W
 
 
 def owned(owners: Tensor, offsets: Tensor) -> Tensor:
@@ -176,7 +187,7 @@ def _check_owner_values(owners: Tensor, group_name: str) -> None:
         )
 
 
-def _received(ranks: int, capacity: int, columns: int, like: Tensor) -> Sent:
+def received(ranks: int, capacity: int, columns: int, like: Tensor) -> Sent:
     counts = like.new_empty(ranks, dtype=torch.int64)
     overflow = like.new_empty((), dtype=torch.int64)
     return like.new_empty(ranks, capacity, columns), counts, overflow
@@ -199,7 +210,7 @@ def all_to_all_rows(
     rank of the group, or -1 for a row that is not sent. capacity: the room for rows of each rank,
     the same on all. rows: [T, capacity, D], piece q from rank q in its order, zeros behind. counts:
     [T] int64, the rows that rank q had for this one, also those that did not fit. overflow: []
-    int64, how many of this rank's rows did not fit. Adjoint: return_rows.
+    int64, how many of them did not, of all ranks. Adjoint: return_rows.
     """
     _check_all_to_all_rows(x, owners, capacity, group_name)
     _check_owner_values(owners, group_name)
@@ -209,7 +220,7 @@ def all_to_all_rows(
 @all_to_all_rows.register_fake
 def _(x: Tensor, owners: Tensor, capacity: int, group_name: str) -> Sent:
     ranks = _check_all_to_all_rows(x, owners, capacity, group_name)
-    return _received(ranks, capacity, x.shape[1], x)
+    return received(ranks, capacity, x.shape[1], x)
 
 
 def _all_to_all_rows_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -301,14 +312,28 @@ def _(
     h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor, capacity: int, group_name: str
 ) -> Sent:
     ranks = _check_matmul_all_to_all(h, W, offsets, owners, capacity, group_name)
-    return _received(ranks, capacity, W.shape[2], h)
+    return received(ranks, capacity, W.shape[2], h)
+
+
+def _check_product_gradients(
+    grad: Tensor, h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor, group_name: str
+) -> None:
+    _check_experts(h, W, offsets, owners)
+    check_like("h", h, grad=grad)
+    _check_dims("grad", grad, 3)
+    expected = [size_of(group_name), grad.shape[1], W.shape[2]]
+    check_shape("grad", grad, expected, "rows of each rank, of as many columns as W")
 
 
 @operator("matmul_all_to_all_backward")
 def matmul_all_to_all_backward(
     grad: Tensor, h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of h and W from that of the rows that matmul_all_to_all returned."""
+    """The gradients of h and W from that of the rows that matmul_all_to_all returned.
+
+    grad: [T, capacity, n]. The rest: as for matmul_all_to_all. It has no gradient itself.
+    """
+    _check_product_gradients(grad, h, W, offsets, owners, group_name)
     shapes = grad.shape, h.shape, W.shape
     return execute(
         "matmul_all_to_all_backward", group_name, grad, shapes, grad, h, W, offsets, owners
@@ -319,6 +344,7 @@ def matmul_all_to_all_backward(
 def _(
     grad: Tensor, h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor, group_name: str
 ) -> tuple[Tensor, Tensor]:
+    _check_product_gradients(grad, h, W, offsets, owners, group_name)
     return h.new_empty(h.shape), W.new_empty(W.shape)
 
 
@@ -329,7 +355,15 @@ def _matmul_all_to_all_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> 
 
 
 def _matmul_all_to_all_backward(ctx: Any, grad: Tensor, *others: Any) -> tuple[Any, ...]:
-    of_h, of_W = matmul_all_to_all_backward(grad, *ctx.saved_tensors, ctx.group)
+    h, W, offsets, owners = ctx.saved_tensors
+    needs_h, needs_W = ctx.needs_input_grad[:2]
+    if needs_h and needs_W:
+        both = matmul_all_to_all_backward(grad, h, W, offsets, owners, ctx.group)
+        return *both, None, None, None, None
+    of_y = return_rows(grad, owned(owners, offsets), ctx.group)
+    experts = expert_rows(offsets, len(h))
+    of_h = gradient_of_rows(of_y, W, experts) if needs_h else None
+    of_W = gradient_of_matrices(of_y, h, W, experts) if needs_W else None
     return of_h, of_W, None, None, None, None
 
 

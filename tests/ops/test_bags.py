@@ -139,6 +139,15 @@ def checked(rank: int, world_size: int) -> None:
     check_operator(
         OPS.embedding_bag_all_to_all_backward, grad, indices, offsets, rows, "mean", name
     )
+    back = OPS.embedding_bag_all_to_all_backward
+    for words, wrong, ends, lengths in (
+        (r"grad has shape \[2, 12\]; expected 1 rows, of this", grad.repeat(2, 1), offsets, rows),
+        (r"grad has shape \[1, 11\]; .* of 4 tables with as many", grad[:, 1:], offsets, rows),
+        ("rows is empty; give the rows of each table", grad, offsets, []),
+        ("offsets is torch.float32; expected int32", grad, offsets.float(), rows),
+        (r"offsets has shape \[3\]; expected 2 tables x B \+ 1", grad, offsets[:3], rows),
+    ):
+        check_refused(words, back, wrong, indices, ends, lengths, "mean", name)
     a, b = weights
     for words, tables in (
         ("weights is empty", []),

@@ -150,6 +150,9 @@ def asked(rank: int, ranks: int, folder: str) -> list[str]:
             RUN["pushed"].run(group, *given)
             words = r"needs new memory \(a table of its tensors' addresses\)"
             check_refused(words, RUN["pushed"].run, group, *moved)
+            turned = [each.weights[0], each.weights[1].t().contiguous().t()], *given[1:]
+            words = r"weights\[1\] is not contiguous, .* call \.contiguous\(\) once"
+            check_refused(words, RUN["pushed"].run, group, *turned)
         tables = workspace.workspace(group, OP, each.indices.device).made["addresses"]
         made = [mailbox(group, OP, each.indices, size, 8) for size in (20_000, 9, 40_000, 20_000)]
         assert [one is made[0] for one in made] == [True, False, False, True]  # 9 bytes: the first

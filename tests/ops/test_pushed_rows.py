@@ -99,6 +99,13 @@ def products(rank: int, ranks: int, folder: str, dtype: torch.dtype) -> list[str
             for call, each in enumerate(given)
             for name in names
         ]
+        for call, (h, W, offsets, owners, capacity) in enumerate(given):
+            beyond = offsets + (offsets == offsets[-1]) * 1000  # the host does not know of it
+            owned = torch.where(torch.arange(len(owners)) < offsets[-1], owners, -1)
+            results = PRODUCT["pushed"].run(
+                group, h, W, beyond, owned, capacity, **options["pushed"]
+            )
+            found.append((call, "beyond", results))
     for call, name, results in found:
         for one, exact in zip(results, PRODUCT["staged"].run(group, *given[call]), strict=True):
             check_same(one, exact, (call, rank, name))

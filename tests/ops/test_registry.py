@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,6 +146,20 @@ def rewrite(table: Path, entries: list[dict[str, Any]]) -> None:
     table.write_text(json.dumps(entries))
     read_table.cache_clear()
     choice._choose.cache_clear()
+
+
+def test_a_group_whose_ranks_are_apart_stages_its_calls() -> None:
+    """Whatever this machine has, and what the packaged table names."""
+    call = registry.call_of(
+        "matmul_reduce_scatter", "NVIDIA H200", torch.bfloat16, 2, (8192, 4096, 14336), False,
+        "eager", "ranks are on two hosts",
+    )  # fmt: skip
+    found = choice.choose(call)
+    assert found.implementation == "staged"
+    assert "which cannot run here: ranks are on two hosts" in found.why
+    with mock.patch.object(ladder.ops.refusals, "push_refusal", side_effect=AssertionError):
+        near = choice.choose(dataclasses.replace(call, apart=""))
+    assert near.implementation == choice.listed(call)[0] != "staged"
 
 
 def test_an_implementation_may_be_added_after_a_choice() -> None:

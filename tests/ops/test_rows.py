@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import ladder.ops  # noqa: F401  (defines the operators)
+from ladder.ops import rows as rows_module
 from tests.distributed import Pools
 from tests.ops.everyone import (
     TOLERANCE,
@@ -25,6 +27,7 @@ from tests.samples import relative_error
 
 OPS = torch.ops.ladder
 COLUMNS = 3
+GRADIENTS = "gradient_of_rows", "gradient_of_matrices"
 
 
 def some(rank: int, ranks: int) -> list[int]:
@@ -159,6 +162,17 @@ def gradients(rank: int, world_size: int) -> None:
             lambda h, W, c=capacity: OPS.matmul_all_to_all(h, W, offsets, owners, c, name)[0],
             random(T, 5, 2), random(T, 2, 2, 1),
         )  # fmt: skip
+    h, W = random(5, 2), random(2, 2, 1)
+    both = [each.clone().requires_grad_() for each in (h, W)]
+    OPS.matmul_all_to_all(*both, offsets, owners, 5, name)[0].sum().backward()
+    for frozen in (0, 1):
+        one = [each.clone().requires_grad_(n != frozen) for n, each in enumerate((h, W))]
+        with mock.patch.object(
+            rows_module, GRADIENTS[frozen], side_effect=AssertionError("for nothing")
+        ):
+            OPS.matmul_all_to_all(*one, offsets, owners, 5, name)[0].sum().backward()
+        assert one[frozen].grad is None
+        assert torch.equal(one[1 - frozen].grad, both[1 - frozen].grad)
 
 
 def checked(rank: int, world_size: int) -> None:
@@ -173,6 +187,12 @@ def checked(rank: int, world_size: int) -> None:
     grad = random(T, 1, 5, dtype=torch.float32)
     given = grad, x.detach(), W.detach(), offsets, owners
     check_operator(OPS.matmul_all_to_all_backward, *given, name)
+    for words, wrong in (
+        (r"grad has shape \[2, 1, 4\]; expected \[2, 1, 5\]", grad[..., :4]),
+        (r"grad has shape \[1, 1, 5\]; expected \[2, 1, 5\]", grad[:1]),
+        (r"grad is torch.float64 and h torch.float32", grad.double()),
+    ):
+        check_refused(words, OPS.matmul_all_to_all_backward, wrong, *given[1:], name)
     send, back, product = OPS.all_to_all_rows, OPS.return_rows, OPS.matmul_all_to_all
     check_refused("capacity=0; expected 1 row", send, x, owners, 0, name)
     check_refused(r"owners has shape \[4\]; expected \[3\]", send, x[:3], owners, 2, name)
