@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ from ladder.folders import newest as newest
 from ladder.hf_config import config_from_huggingface, stop_tokens
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
-from ladder.models.quantised import declare_quantised, refuse_cut_blocks
+from ladder.models.quantised import declare_quantised, matrices, refuse_cut_blocks
 from ladder.models.storage import QUANTISED
 from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel import launch
 from ladder.parallel.sharding import local_parameters, shard_model
-from ladder.reader import EMBEDDING, TensorReader, read_json, some
+from ladder.reader import EMBEDDING as EMBEDDING
+from ladder.reader import TensorReader, read_json, some
 
 SHARD_BYTES = 2**30  # the approximate size of a checkpoint's files; a larger tensor has its own
 WEIGHTS = "model"
@@ -95,12 +97,12 @@ def quantised_as(folder: Path) -> str | None:
 def _quantised_as(data: dict[str, Any], path: Path) -> str:
     found = data[QUANTISATION]
     kind = found.get("weights") if isinstance(found, dict) else None
-    if kind not in QUANTISED:
+    if not isinstance(kind, str) or kind not in QUANTISED:
         raise UserError(
             f"{path} has {QUANTISATION}={found!r}; ladder reads its own, with weights of "
             f"{' or '.join(QUANTISED)}: the file is damaged, or of another version"
         )
-    return str(kind)
+    return kind
 
 
 def read_stop_tokens(folder: Path) -> list[int]:
@@ -292,14 +294,27 @@ def load_model(
 ) -> Transformer:
     """The model of a folder, sharded over `mesh` (None: one process), ready to run.
 
-    dtype: None keeps the stored dtype. reducer: see `shard_model`. Each process reads its own
-    slices. Matrices in 8 bits stay so.
+    dtype: None keeps the stored one; of several among its matrices, one that holds all values.
+    reducer: see `shard_model`. Each process reads its own slices. Matrices in 8 bits stay so.
     """
     model, reader = _opened(folder)
     refuse_cut_blocks(model, 1 if mesh is None else mesh.size(), str(folder))
-    shard_model(model, mesh, device=device, dtype=dtype or reader.dtype(EMBEDDING), reducer=reducer)
+    dtype = dtype or stored_dtype(model, reader)
+    shard_model(model, mesh, device=device, dtype=dtype, reducer=reducer)
     fill(model, reader)
     return model
+
+
+def stored_dtype(model: Transformer, reader: TensorReader) -> torch.dtype:
+    """The dtype of the model's matrices in a folder; of several, one that holds all their values.
+
+    Matrices in 8 bits and their scales do not count: they keep their types. Nor do norms and
+    biases, which some folders have in float32 beside matrices in 16 bits.
+    """
+    quantised = [name for name, matrix in matrices(model) if matrix.scales is not None]
+    kept = {f"{name}.{part}" for name in quantised for part in ("weight", "scales")}
+    wide = [name for name, shape in model.shapes.items() if len(shape) > 1 and name not in kept]
+    return reduce(torch.promote_types, map(reader.dtype, wide))
 
 
 def fill(model: Transformer, reader: TensorReader, copied: Collection[str] = ()) -> None:

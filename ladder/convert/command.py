@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ladder.checkpoint import (
-    EMBEDDING,
     GENERATION,
     WEIGHTS,
     Entry,
@@ -31,6 +30,7 @@ from ladder.checkpoint import (
     read_stop_tokens,
     read_stored,
     refuse_damage,
+    stored_dtype,
     write_config,
     write_tensors,
 )
@@ -39,7 +39,7 @@ from ladder.convert.options import check, check_out
 from ladder.convert.quantise import in_eight_bits, refuse_weights, untied
 from ladder.convert.verify import cannot_compare, compare_logits, tensor_checksum, verify_checksums
 from ladder.convert.weights import Made, plainly, recipes
-from ladder.data.tokenizer import TOKENIZER_CONFIG, load_tokenizer, tokenizer_file
+from ladder.data.tokenizer import SPECIAL_TOKENS, TOKENIZER_CONFIG, load_tokenizer, tokenizer_file
 from ladder.files import new_folder, write_text
 from ladder.hf_config import config_to_huggingface, refuse_other_plans
 from ladder.models.config import ModelConfig
@@ -49,7 +49,7 @@ from ladder.progress import Progress, amount
 
 FORMATS = ("ladder", "hf")
 COMPANIONS = (  # files that are copied: tokenizer, chat template, generation settings
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "tokenizer*", SPECIAL_TOKENS, "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "chat_template.*", "additional_chat_templates", GENERATION,
 )  # fmt: skip
 
@@ -101,12 +101,13 @@ def convert(
     if weights is not None:
         refuse_weights(config, weights, to)
     reader = TensorReader(source, WEIGHTS)
-    reader.check(meta_model(old))
+    model = meta_model(old)
+    reader.check(model)
+    dtype = stored_dtype(model, reader)
     reader.close()
     refuse_damage(reader, "convert another checkpoint of the run")
     read_stop_tokens(source)  # refuses damaged ones now: they are copied
     todo = recipes(old, config)
-    dtype = reader.dtype(EMBEDDING)
     if weights is None:
         wanted = plainly(todo, reader)
     else:

@@ -278,7 +278,7 @@ def sensitivity_command(options: argparse.Namespace) -> int:
             make_folder(options.out.parent)
             write_text(options.out, json.dumps({**found, **asdict(report)}, indent=1) + "\n")
         if report.plan:
-            model = options.model if options.model.name else options.model.resolve()
-            out = free(model.with_name(f"{model.name}-hybrid"))
-            say_next("convert", model, "--plan", report.plan, "--out", out)
+            source = options.model if options.model.name else options.model.resolve()
+            out = free(source.with_name(f"{source.name}-hybrid"))
+            say_next("convert", source, "--plan", report.plan, "--out", out)
     return 0

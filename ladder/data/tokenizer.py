@@ -19,6 +19,7 @@ from ladder.models.errors import UserError
 FILE = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"  # the format of older Llamas
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # optional, beside FILE
+SPECIAL_TOKENS = "special_tokens_map.json"  # optional, of older versions of transformers
 EOS = "<|endoftext|>"
 # End-of-text tokens of byte-level tokenizers (Llama 3, RoBERTa), in the order that they are tried.
 EOS_TOKENS = (EOS, "<|end_of_text|>", "</s>")
@@ -34,7 +35,7 @@ GROWTH, BLOCK = 32, 1024  # most characters made of one; characters that are che
 
 
 def special_token(config: Mapping[str, Any], name: str) -> str | None:
-    """The text of a special token, such as `eos_token`, in a tokenizer_config.json."""
+    """The text of a special token, such as `eos_token`, in a tokenizer's config."""
     value = config.get(name)
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None

@@ -8,7 +8,7 @@ import gc
 import json
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from ladder.plans import aligned
 from ladder.records import commit
 
 DATA = "offline"  # the folder in --out for data built from text
+MARKDOWN = "results.md"
 BOOTSTRAPS = 1000  # draws for the standard error of a metric that has no formula
 
 
@@ -63,20 +64,19 @@ def eval_command(options: argparse.Namespace) -> int:
         kinds_of(options.weights, folder, device, options.activations)
         open_template(folder, load_tokenizer(folder), options.chat_template)
     launch.agree(vars(options))
-    own = any(entry.task.startswith(suites.OWN) for entry in chosen)
+    own = suites.own(chosen, options.include_path)
     if options.text and not own:
         raise UserError(
             "--text is for the offline suite, and --tasks names none of its tasks; leave --text "
             "out, or add --tasks offline"
         )
     check_tp(options.tp)
-    with _written(out, own) as data:
-        _compare(options, device, chosen, folders, out, data)
+    _compare(options, device, chosen, folders, out, own)
     return 0
 
 
 @contextlib.contextmanager
-def _written(out: Path, own: bool) -> Iterator[Path | None]:
+def _written(out: Path, own: Collection[str]) -> Iterator[Path | None]:
     """Create `out` on rank 0 and, if `own` tasks are chosen, a folder in it for their data.
 
     The data's folder replaces an older one at the end of the `with` block. An error in the block
@@ -93,16 +93,19 @@ def _written(out: Path, own: bool) -> Iterator[Path | None]:
 
 
 def _load_tasks(
-    options: argparse.Namespace, chosen: Sequence[suites.SuiteTask], data: Path | None
+    options: argparse.Namespace,
+    chosen: Sequence[suites.SuiteTask],
+    own: Collection[str],
+    data: Path | None,
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The tasks, and on rank 0 the index of the data of our own tasks, which it builds in `data`.
+    """The tasks, and on rank 0 the index of the data of our `own` tasks, which it builds in `data`.
 
     Rank 0 loads the tasks first: one that cannot be loaded ends the run while the others wait.
     """
     index = tasks = None
     if launch.rank() == 0:
         if data is not None:
-            index = offline.build_tasks(options.text, data, [each.task for each in chosen])
+            index = offline.build_tasks(options.text, data, own)
         if index and index.get("definitions") == "the standard library":
             print("local_definitions: of the standard library; --text defines too few words")
         tasks = suites.load(chosen, data, options.include_path)
@@ -116,52 +119,80 @@ def _compare(
     chosen: Sequence[suites.SuiteTask],
     folders: dict[str, Path],
     out: Path,
-    data: Path | None,
+    own: Collection[str],
 ) -> None:
-    """Run every model on the tasks; rank 0 prints and writes the results."""
-    main = launch.rank() == 0
-    tasks, index = _load_tasks(options, chosen, data)
+    """Run every model on the tasks; rank 0 prints and writes the results.
+
+    They are written after each model, so that whatever ends a later one does not lose them.
+    """
     columns: dict[str, list[results.Metric]] = {}
     models: dict[str, dict[str, Any]] = {}
-    for name, folder in folders.items():
-        model = load_for_inference(
-            folder,
-            tp=options.tp,
-            dtype=options.dtype,
-            device=options.device,
-            weights=options.weights,
-            activations=options.activations,
-        )
-        dtype = str(model.model.embed_tokens.weight.dtype).removeprefix("torch.")
-        weights = held_as(model)
-        if main:
-            held = "" if weights is None else f", {weights} weights"
-            for what in ("activations", "cache"):
-                if (kind := getattr(options, what)) != "auto":
-                    held += f", {kind} {what}"
-            print(f"{name}: {folder} ({dtype}{held})", flush=True)
-        columns[name] = evaluate(
-            model, folder, tasks, options.batch, options.limit, options.chat_template, options.cache
-        )
-        models[name] = {
-            "folder": str(folder),
-            "plan": model.config.plan.name,
-            "tp_degree": model.config.tp_degree,
-            "context": model.config.max_seq_len,
-            "dtype": dtype,
-            "weights": weights or dtype,
-            "activations": options.activations,
-            "cache": options.cache,
-        }
-        del model
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    if main:
-        dtypes = sorted({model["dtype"] for model in models.values()})
-        stored = sorted({model["weights"] for model in models.values()})
-        facts = _facts(options, device, dtypes, stored)
-        write_results(columns, tasks["group_map"], facts, models, index, out)
+    rows: list[list[str]] = []
+    kept = False
+    try:
+        with contextlib.ExitStack() as stack:
+            data = stack.enter_context(_written(out, own))
+            tasks, index = _load_tasks(options, chosen, own, data)
+            for name, folder in folders.items():
+                columns[name], models[name] = _run(options, device, name, folder, tasks)
+                if launch.rank() == 0:
+                    facts = _facts(options, device, models, [*folders][len(models) :])
+                    rows = write_results(columns, tasks["group_map"], facts, models, index, out)
+                stack.close()  # the data stays beside the results, whatever follows
+                kept = True
+    except BaseException as error:
+        if kept:
+            if rows:
+                print(aligned(rows), flush=True)
+            error.add_note(f"{out / RESULTS} has the results of the models that were finished")
+        raise
+    if rows:
+        print(aligned(rows))
+        print(f"{out / RESULTS}, {out / MARKDOWN}")
+
+
+def _run(
+    options: argparse.Namespace,
+    device: torch.device,
+    name: str,
+    folder: Path,
+    tasks: dict[str, Any],
+) -> tuple[list[results.Metric], dict[str, Any]]:
+    """The metrics of one model, and what it is."""
+    model = load_for_inference(
+        folder,
+        tp=options.tp,
+        dtype=options.dtype,
+        device=options.device,
+        weights=options.weights,
+        activations=options.activations,
+    )
+    dtype = str(model.model.embed_tokens.weight.dtype).removeprefix("torch.")
+    weights = held_as(model)
+    if launch.rank() == 0:
+        held = "" if weights is None else f", {weights} weights"
+        for what in ("activations", "cache"):
+            if (kind := getattr(options, what)) != "auto":
+                held += f", {kind} {what}"
+        print(f"{name}: {folder} ({dtype}{held})", flush=True)
+    found = evaluate(
+        model, folder, tasks, options.batch, options.limit, options.chat_template, options.cache
+    )
+    facts = {
+        "folder": str(folder),
+        "plan": model.config.plan.name,
+        "tp_degree": model.config.tp_degree,
+        "context": model.config.max_seq_len,
+        "dtype": dtype,
+        "weights": weights or dtype,
+        "activations": options.activations,
+        "cache": options.cache,
+    }
+    del model
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found, facts
 
 
 def evaluate(
@@ -207,24 +238,33 @@ def write_results(
     models: dict[str, dict[str, Any]],
     index: dict[str, Any] | None,
     out: Path,
-) -> None:
-    """Print the table; write results.json (all figures and their settings) and results.md."""
+) -> list[list[str]]:
+    """Write results.json (all figures and their settings) and results.md; return the table."""
     rows = results.table({name: results.shown(found, groups) for name, found in columns.items()})
-    print(aligned(rows))
     record = {**facts, "models": models, "offline": index, "results": results.plain(columns)}
     write_text(out / RESULTS, json.dumps(record, indent=1) + "\n")
-    write_text(out / "results.md", results.markdown(rows, facts))
-    print(f"{out / RESULTS}, {out / 'results.md'}")
+    write_text(out / MARKDOWN, results.markdown(rows, facts))
+    return rows
 
 
 def _facts(
-    options: argparse.Namespace, device: torch.device, dtypes: list[str], weights: list[str]
+    options: argparse.Namespace,
+    device: torch.device,
+    models: dict[str, dict[str, Any]],
+    missing: Sequence[str],
 ) -> dict[str, Any]:
-    """The settings and versions of an evaluation, for results.json and results.md."""
+    """The settings and versions of an evaluation, for results.json and results.md.
+
+    missing: the models that are still to be run.
+    """
     import lm_eval
 
+    dtypes, weights = (
+        sorted({model[key] for model in models.values()}) for key in ("dtype", "weights")
+    )
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
+        "incomplete": f"without {', '.join(missing)}" if missing else None,
         "tasks": " ".join(options.tasks),
         "limit": options.limit,
         "batch": options.batch,

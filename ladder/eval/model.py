@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from ladder.checkpoint import newest, read_json, read_stop_tokens
 from ladder.data.template import LeftOut, open_template
 from ladder.data.tokenizer import (
+    SPECIAL_TOKENS,
     TOKENIZER_CONFIG,
     encode,
     end_of_text,
@@ -77,6 +78,7 @@ class LadderLM(TemplateLM):
             self.tokenizer.decode([token], skip_special_tokens=False)
             for token in (self.prefix, self.end)
         )
+        self.where = str(folder)
         # Not fused: the fused modules compute only the logits of the last position.
         self.engine = Engine(model, fused=False, cache=cache)
 
@@ -124,7 +126,9 @@ class LadderLM(TemplateLM):
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """The log-likelihood in nats of each (context, continuation), and whether it is greedy."""
-        pairs = [self._encode(*request.args) for request in requests]
+        pairs = [
+            self._encode(*request.args)._replace(task=request.task_name) for request in requests
+        ]
         return [*self._score(pairs)]
 
     def _encode(self, context: str, continuation: str) -> Request:
@@ -164,7 +168,14 @@ class LadderLM(TemplateLM):
     def _score(self, requests: list[Request]) -> list[Score]:
         requests = launch.from_first(requests)
         with Progress("score", len(requests), "requests", quiet=launch.rank() != 0) as progress:
-            return score(self.model, requests, self.batch, progress.update, cache=self.engine.cache)
+            return score(
+                self.model,
+                requests,
+                self.batch,
+                progress.update,
+                cache=self.engine.cache,
+                where=self.where,
+            )
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The text generated after each context, up to the first of the task's stop sequences."""
@@ -206,7 +217,7 @@ class LadderLM(TemplateLM):
             )
         if count >= self.max_length:
             raise UserError(
-                f"task {task!r} generates up to {count} tokens and the model's context is "
+                f"task {task!r} generates up to {count} tokens and the context of {self.where} is "
                 f"max_seq_len={self.max_length}; leave the task out"
             )
         sample = known.get("do_sample") and known.get("temperature", 1.0) > 0
@@ -229,6 +240,7 @@ class LadderLM(TemplateLM):
             stop=self.stops,
             ended=stopper(self.tokenizer, until),
         )
+        # Without special tokens, as HFLM's: a stop sequence that names one has ended the tokens.
         texts = [self.tokenizer.decode(result.tokens) for result in results]
         return [postprocess_generated_text(text, until, None) for text in texts]
 
@@ -242,15 +254,24 @@ def stopper(tokenizer: Tokenizer, until: list[str]) -> Callable[[int, list[int]]
     longest = max(len(text.encode("utf-8")) for text in until) + 4
 
     def ended(_: int, tokens: list[int]) -> bool:
-        tail = tokenizer.decode(tokens[-longest:])
+        tail = tokenizer.decode(tokens[-longest:], skip_special_tokens=False)
         return any(text in tail for text in until)
 
     return ended
 
 
 def _special(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:
-    """The id of `bos_token` or `eos_token` in a folder's tokenizer_config.json, or None."""
-    path = folder / TOKENIZER_CONFIG
-    token = special_token(read_json(path), name) if path.is_file() else None
+    """The id of `bos_token` or `eos_token` by a folder's files, or None.
+
+    As in transformers, special_tokens_map.json comes before a tokenizer_config.json without a list
+    of added tokens, as older versions wrote it; beside one with such a list it is not read.
+    """
+    config, older = (
+        read_json(path) if (path := folder / file).is_file() else {}
+        for file in (TOKENIZER_CONFIG, SPECIAL_TOKENS)
+    )
+    if "added_tokens_decoder" not in config:
+        config |= older
+    token = special_token(config, name)
     found = None if token is None else tokenizer.token_to_id(token)
     return None if found is None else int(found)

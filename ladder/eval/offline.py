@@ -47,7 +47,7 @@ READ_TOKENS = 2**21  # read of a prepared folder, whose documents are in arbitra
 
 QUESTIONS = 300
 SEARCHED = 2**17  # characters per document
-PASSAGE, WORDS, LONGEST = 240, 6, 120  # characters before a gap; words and most characters in it
+PASSAGE, WORDS, WIDEST = 240, 6, 120  # characters before a gap; words and most characters in it
 APART = 400  # characters between a gap and the wrong answers
 FEWEST = 40  # definitions; with fewer, the standard library's are used
 
@@ -165,7 +165,7 @@ def _gaps(document: Document) -> Iterator[dict[str, Any]]:
     pattern = re.compile(rf"(?<=\S)(?:\s+\S+){{{WORDS}}}")
     starts = [each.start() for each in re.finditer(r"(?<=\S)\s+(?=\S)", text)]
     matches = {at: match[0] for at in starts if (match := pattern.match(text, at))}
-    answers = {at: a for at, a in matches.items() if at >= PASSAGE and len(a) <= LONGEST}
+    answers = {at: a for at, a in matches.items() if at >= PASSAGE and len(a) <= WIDEST}
     left = [*answers]
     source.shuffle(left)
     while True:

@@ -18,10 +18,14 @@ from ladder.models.transformer import Transformer
 
 
 class Request(NamedTuple):
-    """The token ids of a context, at least one, and of a continuation, which may be empty."""
+    """The token ids of a context, at least one, and of a continuation, which may be empty.
+
+    task: its name, for errors.
+    """
 
     context: Sequence[int]
     continuation: Sequence[int]
+    task: str | None = None
 
 
 class Score(NamedTuple):
@@ -42,6 +46,7 @@ def score(
     progress: Callable[[int], None] = lambda done: None,
     *,
     cache: str = "auto",
+    where: str = "the model",
 ) -> list[Score]:
     """log p(continuation | context) of each request; every rank passes the same requests.
 
@@ -50,19 +55,21 @@ def score(
     log-likelihood of an empty continuation is 0. Requests with the same input tokens (such as
     answers of one token) share a sequence. progress: called with the number of finished requests.
     cache: the type of the keys and values that are attended to (`ladder.infer.cache.reading`).
+    where: the model's folder, for errors.
 
-    Raises UserError for a continuation longer than the model's context, RuntimeError if the
-    logits are not finite.
+    Raises UserError, before the first forward pass, for a continuation longer than the model's
+    context, RuntimeError if the logits are not finite.
     """
     results = [Score(0.0, True)] * len(requests)
     room = model.config.max_seq_len
     sharing: dict[tuple[int, ...], list[int]] = {}  # input tokens -> the requests that have them
-    for i, (context, continuation) in enumerate(requests):
+    for i, (context, continuation, task) in enumerate(requests):
         assert context, "a context holds at least one token"
         if len(continuation) > room:
             raise UserError(
-                f"a continuation of {len(continuation)} tokens is longer than the model's context, "
-                f"max_seq_len={room}; leave its task out"
+                f"{'a task' if task is None else f'task {task!r}'} has a continuation of "
+                f"{len(continuation)} tokens, longer than the context of {where}, "
+                f"max_seq_len={room}; leave the task out"
             )
         if not all(0 <= token < model.config.vocab_size for token in (*context, *continuation)):
             raise UserError(

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from ladder.config import FILES, build, configs_folder, find, load_yaml
+from ladder.eval import offline
 from ladder.models.errors import UserError, nearest
 
 TASKS = Path(__file__).parent / "tasks"
-OWN = "local_"  # the prefix of our own tasks
 SEED = 1234  # of few-shot examples, as in the harness
 REFUSED = {  # the harness's flags of unsupported tasks, and their meaning
     "UNSAFE_CODE": "runs programs that the model wrote, which `ladder eval` does not",
@@ -88,6 +88,47 @@ def check_include(include: Path | None) -> None:
         )
 
 
+def own(chosen: Sequence[SuiteTask], include: Path | None = None) -> set[str]:
+    """The tasks of the offline suite that `chosen` leads to, also by groups of `include`."""
+    return _leaves(_manager(include), chosen) & {*offline.TASKS}
+
+
+def _manager(include: Path | None, data: Path | None = None, defaults: bool = False) -> Any:
+    """The harness's index of our tasks, those of `include` and, by `defaults`, its own."""
+    from lm_eval.tasks import TaskManager
+
+    folders = [str(TASKS)] if include is None else [str(TASKS), str(include)]
+    return TaskManager(
+        include_path=folders, include_defaults=defaults, metadata={"folder": str(data)}
+    )
+
+
+def _leaves(manager: Any, chosen: Iterable[SuiteTask]) -> set[str]:
+    """The names of the tasks that `chosen` leads to by groups and tags; also unknown names."""
+    left: list[Any] = [entry.task for entry in chosen]
+    seen: set[str] = set()
+    found: set[str] = set()
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):  # in a group: one with options, or a group defined there
+            members = each.get("task")
+            each = each.get("group", members)
+            if isinstance(members, list) and each not in manager.task_index:
+                left += members
+                continue
+        if not isinstance(each, str) or each in seen:
+            continue
+        seen.add(each)
+        entry = manager.task_index.get(each)
+        if each in manager.all_tags:
+            left += entry.tags
+        elif entry is not None and isinstance((entry.cfg or {}).get("task"), list):
+            left += entry.cfg["task"]
+        else:
+            found.add(each)
+    return found
+
+
 def load(
     chosen: Sequence[SuiteTask], data: Path | None, include: Path | None = None
 ) -> dict[str, dict[str, Any]]:
@@ -98,17 +139,9 @@ def load(
 
     Raises UserError for an unknown task, and for one that cannot be loaded or run.
     """
-    from lm_eval.tasks import TaskManager
-
-    def index(defaults: bool) -> Any:
-        folders = [str(TASKS)] if include is None else [str(TASKS), str(include)]
-        metadata = {"folder": str(data)}
-        return TaskManager(include_path=folders, include_defaults=defaults, metadata=metadata)
-
-    manager = index(defaults=False)
-    known = set(manager.all_subtasks)  # a group may name any task
-    if any(not entry.task.startswith(OWN) and entry.task not in known for entry in chosen):
-        manager = index(defaults=True)  # some ten thousand files
+    manager = _manager(include, data)
+    if not _leaves(manager, chosen) <= {*manager.all_subtasks}:
+        manager = _manager(include, data, defaults=True)  # some ten thousand files
     for entry in chosen:
         if entry.task not in manager.all_tasks:
             where = "" if include is None else f" or of --include-path={include}"
@@ -152,6 +185,12 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
             f"Face hub, which needs a network or a filled cache; `--tasks offline` needs neither"
         ) from error
     except Exception as error:  # from the task's own code
+        # As datasets says of a file without a line, and of a split without a row.
+        if isinstance(error, StopIteration) or "out of bounds for size 0" in str(error):
+            raise UserError(
+                f"task {name!r} cannot be loaded: a split of its data is empty; fill it, or leave "
+                f"the task out"
+            ) from error
         raise UserError(f"task {name!r} cannot be loaded ({_line(error)}); {COLUMNS}") from error
     assert isinstance(found, dict)
     return found

@@ -26,8 +26,8 @@ from ladder.models.sublayers import Context, Sublayer
 from ladder.models.transformer import Transformer, tensor_shapes
 from ladder.reader import TensorReader
 
-# The keys kept from another architecture's config.json.
-KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+KEPT = (*IDS, "dtype", "torch_dtype")  # of another architecture's config.json
 
 
 class LadderConfig(PreTrainedConfig):
@@ -81,6 +81,10 @@ class LadderConfig(PreTrainedConfig):
             config_dict = {**config_dict, "model": rewired(model, plan, tp_degree)}
         elif tp_degree is not None:
             raise UserError(f"tp_degree={tp_degree} goes with a plan; give plan= too")
+        original = config_dict.get("huggingface")  # of a folder that `ladder convert` made
+        if isinstance(original, dict):
+            ids = {name: original[name] for name in IDS if name in original}
+            config_dict = {**ids, **config_dict}
         return super().from_dict(config_dict, **kwargs)
 
 

@@ -136,6 +136,8 @@ class ModelConfig:
                 _check_count(item.name, value)
             if item.type == "bool" and not isinstance(value, bool):
                 raise UserError(f"{item.name}={value!r} must be true or false")
+            if item.type == "str" and not isinstance(value, str):
+                raise UserError(f"{item.name}={value!r} must be a name")
             if item.type == "float":
                 _check_positive(item.name, value)
                 object.__setattr__(self, item.name, float(value))

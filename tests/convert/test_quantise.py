@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ladder.checkpoint import load_model, model_entries, read_config, write_config, write_tensors
 from ladder.cli import main
@@ -51,6 +52,20 @@ def test_a_folder_is_what_loading_makes(tmp_path: Path, plan: str, tied: bool, k
     assert model.lm_head.weight.dtype == QUANTISED[kind]
     assert model.lm_head.scales.dtype == scale_dtype(kind)
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+def test_types_that_are_mixed(tmp_path: Path) -> None:
+    """What is loaded holds every value: in the type of the embedding one would be infinite."""
+    source, name = tmp_path / "source", "model.layers.0.mlp.up_proj.weight"
+    stored(source, "standard")
+    tensors = load_file(source / "model.safetensors")
+    tensors[name][0, 0] = 2.0**17
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].half()
+    save_file(tensors, source / "model.safetensors")
+    found = load_model(source).get_parameter(name).detach()
+    assert (found.dtype, float(found[0, 0])) == (torch.float32, 2.0**17)
+    convert(source, tmp_path / "out", to="hf")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
 
 
 def test_a_plan_and_8_bits_in_one_step(tmp_path: Path) -> None:
@@ -116,7 +131,9 @@ def test_a_config_that_says_otherwise_is_refused(tmp_path: Path) -> None:
     convert(tmp_path / "source", tmp_path / "fp8", weights="fp8")
     path = tmp_path / "fp8" / "config.json"
     data = json.loads(path.read_text())
-    for kind, text in (("int8", "has the type torch.float8_e4m3fn"), ("fp4", "'fp4'")):
+    for kind, text in (
+        ("int8", "has the type torch.float8_e4m3fn"), ("fp4", "'fp4'"), (["fp8"], r"\['fp8'\]"),
+    ):  # fmt: skip
         data["quantization_config"]["weights"] = kind
         path.write_text(json.dumps(data))
         with pytest.raises(UserError, match=text):

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ladder.cli import main
+from ladder.infer.load import load_for_inference
+from ladder.models import UserError
 from tests.evaluation import needs_lm_eval
 
 
@@ -70,13 +72,19 @@ def test_a_run_that_fails_changes_nothing(
     command = ["eval", str(llama), "--out", str(out), "--limit", "1", "--device", "cpu",
                "--tasks", "local_cloze", "--text"]  # fmt: skip
     (tmp_path / "short.txt").write_text("too little")
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    (tasks / "bad.yaml").write_text(
+        "{task: bad, dataset_path: json, dataset_kwargs: {data_files: no}}"
+    )
 
     def fail() -> None:
         for words, message in (
             (["--tp", "2", "--text", str(texts)], "--tp=2 with 1 process:"),
             (["--text", str(tmp_path / "short.txt")], "holds too little text"),
-            (["--text", str(texts), "--tasks", "local_cloze", "local_x"], "'local_x' is no task"),
-        ):
+            (f"--text {texts} --tasks local_cloze bad --include-path {tasks}".split(),
+             "task 'bad' cannot be loaded"),
+        ):  # fmt: skip
             assert main([*command[:-1], "--overwrite", *words]) == 2
             assert message in capsys.readouterr().err
         with monkeypatch.context() as patched:
@@ -84,13 +92,47 @@ def test_a_run_that_fails_changes_nothing(
             assert main([*command, str(texts), "--overwrite"]) == 1
 
     fail()
-    assert sorted(tmp_path.iterdir()) == [tmp_path / "short.txt"]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "short.txt", tasks]
     assert main([*command, str(texts)]) == 0
     (out / "notes").write_text("of the user")
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert {"notes", "results.json", "cloze.jsonl"} <= {path.name for path in before}
     fail()
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("error", [UserError("no memory"), KeyboardInterrupt()])
+def test_finished_models_are_kept(
+    llama: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, error: BaseException,
+) -> None:  # fmt: skip
+    """Whatever ends the run at a later one, with the data of the suite, and what is missing."""
+    needs_lm_eval()
+    other, out = tmp_path / "other", tmp_path / "out"
+    shutil.copytree(llama, other)
+    command = ["eval", str(llama), str(other), "--text", str(texts), "--out", str(out),
+               "--limit", "1", "--device", "cpu", "--tasks", "local_cloze"]  # fmt: skip
+
+    def load(folder: Path, **options: Any) -> Any:
+        if folder == other:
+            raise error
+        return load_for_inference(folder, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ladder.eval.command.load_for_inference", load)
+        assert main(command) == (2 if isinstance(error, UserError) else 130)
+    said = capsys.readouterr()
+    assert f"{out / 'results.json'} has the results of the models that were finished" in said.err
+    assert re.search(r"local_cloze +0 +acc ↑ +\d", said.out)
+    record = json.loads((out / "results.json").read_text())
+    assert list(record["results"]) == list(record["models"]) == [str(llama)]
+    assert record["incomplete"] == f"without {other}"
+    assert f"- incomplete: without {other}" in (out / "results.md").read_text()
+    assert {path.name for path in (out / "offline").iterdir()} == {"index.json", "cloze.jsonl"}
+    assert main([*command, "--overwrite"]) == 0
+    record = json.loads((out / "results.json").read_text())
+    assert list(record["results"]) == [str(llama), str(other)]
+    assert record["incomplete"] is None
 
 
 def test_a_task_of_the_hub_without_a_network(
@@ -185,7 +227,8 @@ def test_the_last_model_is_looked_at_before_the_first_is_run(
         ([{"asked": "a", "answer": "b"}], "task 'rows' cannot be loaded"),
         ([{"question": "a", "answer": "b"}, {"question": "a", "answer": None}],
          "task 'rows' cannot be built"),
-        ([{"question": "a", "answer": "b" * 400}], "is longer than the model's context"),
+        ([{"question": "a", "answer": "b" * 400}], "task 'rows' has a continuation of"),
+        ([], "task 'rows' cannot be loaded: a split of its data is empty"),
     ],
 )  # fmt: skip
 def test_data_that_a_task_cannot_use(
@@ -222,18 +265,48 @@ def test_tasks_of_ones_own(llama: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert main(command) == 2
     assert f"--include-path={tasks} holds no YAML file" in capsys.readouterr().err
     tasks.mkdir()
-    (tmp_path / "rows.jsonl").write_text('{"text": "a b c"}\n' * 3)
+    rows = tmp_path / "rows.jsonl"
+    rows.touch()
     (tasks / "mine.yaml").write_text(f"""
 task: mine
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {tmp_path / "rows.jsonl"}}}}}
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
 test_split: test
 output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: text
 metric_list: [{{metric: byte_perplexity}}]
 """)
+    assert main(command) == 2
+    assert "task 'mine' cannot be loaded: a split of its data is empty" in capsys.readouterr().err
+    rows.write_text('{"text": "a b c"}\n' * 3)
     assert main(command) == 0
     assert re.search(r"mine +0 +byte_perplexity", capsys.readouterr().out)
     record = json.loads((out / "results.json").read_text())
     assert [each["examples"] for each in record["results"][str(llama)]] == [3]
+
+
+def test_a_group_of_ones_own_leads_to_the_offline_suite(
+    llama: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it names decides, and no prefix: a task of one's own may be called local_more."""
+    needs_lm_eval()
+    tasks, out = tmp_path / "tasks", tmp_path / "out"
+    tasks.mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"text": "a b c"}\n')
+    (tasks / "more.yaml").write_text(
+        f"{{task: local_more, tag: mine, dataset_path: json, dataset_kwargs: {{data_files: {{test: "
+        f"{tmp_path / 'rows.jsonl'}}}}}, test_split: test, output_type: loglikelihood_rolling, "
+        "doc_to_text: '', doc_to_target: text, metric_list: [{metric: byte_perplexity}]}"
+    )
+    (tasks / "group.yaml").write_text(
+        "{group: all_of_it, task: [mine, {group: inner, task: [{task: local_sums}]}]}"
+    )
+    command = ["eval", str(llama), "--device", "cpu", "--limit", "1", "--out", str(out),
+               "--include-path", str(tasks), "--text", str(texts), "--tasks"]  # fmt: skip
+    assert main([*command, "local_more"]) == 2
+    assert "--tasks names none of its tasks" in capsys.readouterr().err
+    assert main([*command, "all_of_it"]) == 0
+    record = json.loads((out / "results.json").read_text())
+    assert [each["task"] for each in record["results"][str(llama)]] == ["local_more", "local_sums"]
+    assert [*record["offline"]["files"]] == ["arithmetic.jsonl"]

@@ -27,7 +27,7 @@ from tests.infer.engines import make, prompts, without_cache
 
 def directly(model: Transformer, request: Request) -> tuple[float, bool]:
     """One request by itself, from all logits, with what is too long cut as HFLM cuts it."""
-    context, continuation = request
+    context, continuation, _ = request
     if not continuation:
         return 0.0, True
     tokens = [*context, *continuation][-(model.config.max_seq_len + 1) :]
@@ -105,8 +105,8 @@ def test_ranks_score_what_one_process_does(pools: Pools, plan: str, degree: int 
 
 def test_what_cannot_be_scored_is_refused() -> None:
     model = make("standard", None)
-    with pytest.raises(UserError, match="41 tokens is longer than the model's context"):
-        score(model, [Request([1], [1] * 41)], 4)
+    with pytest.raises(UserError, match="task 'x' has a continuation of 41 tokens, longer than"):
+        score(model, [Request([1], [1] * 41, "x")], 4)
     with pytest.raises(UserError, match="a token outside vocab_size=67"):
         score(model, [Request([1], [67])], 4)
     with torch.no_grad():
@@ -325,6 +325,40 @@ def test_a_beginning_of_text_token_is_added_as_transformers_adds_it(
     agree(everything(model, pairs), everything(reference, pairs))
 
 
+def test_special_tokens_that_only_an_older_file_names(llama: Path, tmp_path: Path) -> None:
+    """As transformers reads it, which ignores it beside a config with a list of added tokens."""
+    needs_lm_eval()
+    from transformers import PreTrainedTokenizerFast
+
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_bytes((llama / name).read_bytes())
+    tokenizer = ours(llama, 4).tokenizer
+    first, end, other = map(tokenizer.id_to_token, (5, 6, 7))
+    older, config = tmp_path / "special_tokens_map.json", tmp_path / "tokenizer_config.json"
+    older.write_text(json.dumps({"bos_token": first, "eos_token": end}))
+    for found in ({}, {"bos_token": other}, {"bos_token": other, "added_tokens_decoder": {}}):
+        config.write_text(json.dumps(found))
+        model, theirs = ours(tmp_path, 4), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        assert model.prefix == theirs.bos_token_id
+        assert model.end == (theirs.eos_token_id or 0)
+
+
+def test_a_stop_sequence_that_is_a_special_token(llama: Path) -> None:
+    """One that ends no text of the folder's, as `<|im_end|>` of a base model, and is not shown."""
+    model, reference = ours(llama, 1), our_model_there(llama, "standard")
+    prompt, options = "def self", {"max_gen_toks": 12, "do_sample": False}
+    (free,) = generate(model.model, [model.tok_encode(prompt)], max_new_tokens=12)
+    names = [model.tokenizer.id_to_token(token) for token in free.tokens]
+    name = next(name for name in names[1:] if name.isascii() and name != names[0])
+    for tokenizer in (model.tokenizer, reference.tokenizer.backend_tokenizer):
+        tokenizer.add_special_tokens([name])
+    asked = instances("generate_until", [(prompt, {**options, "until": [name]}), (prompt, options)])
+    found = model.generate_until(asked)
+    assert found == reference.generate_until(asked)
+    assert found[0] == model.tokenizer.decode(free.tokens[: names.index(name)])
+    assert len(found[1]) > len(found[0])
+
+
 def test_every_model_sees_the_same_examples(llama: Path, texts: Path, tmp_path: Path) -> None:
     """A task goes on drawing where it was: the second model would be shown others."""
     needs_lm_eval()
@@ -366,5 +400,5 @@ def test_what_transformers_cannot_do(llama: Path) -> None:
     assert isinstance(text, str)
     with pytest.raises(UserError, match="generates with num_beams=4"):
         model.generate_until(instances("generate_until", [("a", {"num_beams": 4})]))
-    with pytest.raises(UserError, match=f"up to {CONTEXT} tokens and the model's context"):
+    with pytest.raises(UserError, match=f"up to {CONTEXT} tokens and the context of {llama}"):
         model.generate_until(instances("generate_until", [("a", {"max_gen_toks": CONTEXT})]))

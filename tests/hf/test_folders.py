@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -21,9 +22,10 @@ from transformers.distributed import DistributedConfig  # noqa: E402
 import ladder.hf  # noqa: E402
 from ladder.checkpoint import load_model  # noqa: E402
 from ladder.config import model_config  # noqa: E402
+from ladder.convert.command import convert  # noqa: E402
 from ladder.hf import LadderForCausalLM  # noqa: E402
 from ladder.hf.bundle import bundle  # noqa: E402
-from ladder.hf.modeling import rewired  # noqa: E402
+from ladder.hf.modeling import LadderConfig, rewired  # noqa: E402
 from ladder.infer.engine import generate  # noqa: E402
 from ladder.models import Transformer, UserError  # noqa: E402
 from ladder.parallel.reducers import AsyncReducer  # noqa: E402
@@ -88,6 +90,18 @@ def test_a_llama_folder_under_another_plan(tmp_path: Path) -> None:
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid", plan="standard")
     assert torch.equal(back(TOKENS).logits, ours(TOKENS))
     assert not torch.equal(hybrid(TOKENS), ours(TOKENS))
+
+
+def test_a_converted_folder_keeps_the_ids_of_its_original(tmp_path: Path) -> None:
+    """Those that its own config.json lacks, by either way of transformers."""
+    save_llama(tmp_path / "llama", bos_token_id=7, pad_token_id=9)
+    convert(tmp_path / "llama", tmp_path / "out", "ladder")
+    path = tmp_path / "out" / "config.json"
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "eos_token_id": 4, "pad_token_id": 8}))
+    for config in (LadderConfig, AutoConfig):
+        found = config.from_pretrained(tmp_path / "out")
+        assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (7, 4, 8)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,8 @@ def test_output_bias_needs_equal_residuals(name: str, field: str) -> None:
         ({"head_dim": -2}, ["head_dim=-2"]),
         ({"num_kv_heads": 3}, ["num_heads=4", "num_kv_heads=3; choose"]),
         ({"attention_bias": True, "qkv_bias": True}, ["qkv_bias=True", "attention_bias=True"]),
+        ({"mixer": []}, ["mixer=[] must be a name"]),
+        ({"feed_forward": None}, ["feed_forward=None must be a name"]),
         ({"rope_scaling": {"factr": 2.0}}, ["factr", "did you mean 'factor'"]),
         ({"rope_scaling": {"rope_type": "yarns"}}, ["rope_type 'yarns'", "did you mean 'yarn'"]),
         ({"rope_scaling": {"rope_type": "yarn"}}, ["original_max_position_embeddings=None"]),
