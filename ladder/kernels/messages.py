@@ -52,9 +52,12 @@ def pack_reference(rows: Tensor, kind: str, count: int) -> Tensor:
     return message.view(torch.uint8)
 
 
-def unpack_reference(message: Tensor, kind: str, size: int, dtype: torch.dtype) -> Tensor:
-    small = message[:, :size].view(QUANTISED[kind])
-    return small.float().mul_(_scales(message, size)[:, None]).to(dtype)
+def unpack_reference(parts: Tensor, kind: str, size: int, dtype: torch.dtype) -> Tensor:
+    total = torch.zeros(parts.shape[1], size, device=parts.device)
+    for part in parts:
+        small = part[:, :size].view(QUANTISED[kind])
+        total += small.float().mul_(_scales(part, size)[:, None])
+    return total.to(dtype)
 
 
 def sum_messages_reference(own: Tensor, parts: Tensor, rank: int, kind: str) -> Tensor:
@@ -65,7 +68,7 @@ def sum_messages_reference(own: Tensor, parts: Tensor, rank: int, kind: str) -> 
         if other == rank:
             total[: len(own)] += own
         else:
-            total += unpack_reference(parts[other], kind, size, torch.float32)
+            total += unpack_reference(parts[other : other + 1], kind, size, torch.float32)
     return pack_reference(total, kind, count)
 
 
@@ -149,15 +152,17 @@ def _sum_messages_kernel(
 @kernel("computation")
 @no_type_check
 def _unpack_messages_kernel(
-    message, scales, out, D: tl.constexpr, AT: tl.constexpr, STRIDE: tl.constexpr,
-    INT8: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    parts, scales, out, count, PARTS: tl.constexpr, D: tl.constexpr, AT: tl.constexpr,
+    STRIDE: tl.constexpr, INT8: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     inside = i < D
-    value = _load_row(message, scales, row, i, inside, AT, STRIDE, INT8)
-    tl.store(out + row.to(tl.int64) * D + i, value.to(out.dtype.element_ty), mask=inside)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += _load_row(parts, scales, part * count + row, i, inside, AT, STRIDE, INT8)
+    tl.store(out + row.to(tl.int64) * D + i, total.to(out.dtype.element_ty), mask=inside)
 
 
 def _launch(kernel, programs: int, like: Tensor, *args, size: int, kind: str, **meta) -> None:
@@ -207,13 +212,14 @@ def sum_messages(own: Tensor, parts: Tensor, rank: int, kind: str) -> Tensor:
 
 
 @torch.no_grad()
-def unpack(message: Tensor, kind: str, size: int, dtype: torch.dtype) -> Tensor:
-    """The rows of a message [M, bytes]: [M, size] in `dtype`."""
-    if not on_triton(message):
-        return unpack_reference(message, kind, size, dtype)
-    out = torch.empty(len(message), size, dtype=dtype, device=message.device)
+def unpack(parts: Tensor, kind: str, size: int, dtype: torch.dtype) -> Tensor:
+    """The rows of messages [P, M, bytes], added in float32 in this order: [M, size] in `dtype`."""
+    if not on_triton(parts):
+        return unpack_reference(parts, kind, size, dtype)
+    count, parts = parts.shape[1], parts.contiguous()
+    out = torch.empty(count, size, dtype=dtype, device=parts.device)
     _launch(
-        _unpack_messages_kernel, len(message), out, message, message.view(torch.float32), out,
-        size=size, kind=kind,
+        _unpack_messages_kernel, count, out, parts, parts.view(torch.float32), out, count,
+        PARTS=len(parts), size=size, kind=kind, enable_fp_fusion=False,
     )  # fmt: skip
     return out

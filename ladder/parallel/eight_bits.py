@@ -36,7 +36,8 @@ class EightBitReducer(AsyncReducer):
     Each token's partial is rounded, with a scale of its own; an all-to-all brings each rank the
     others' parts of its share of the tokens; it adds them to its own part in float32 and rank
     order, rounds the sums, and an all-gather brings these to all. So every rank has the same bits.
-    A sum has the errors of two roundings: of the partials of the other ranks, and of the sum.
+    A sum has the errors of two roundings: of the partials of the other ranks, and of the sum. Of
+    two ranks, each gathers both partials, rounded, and adds them: as many bytes, in one exchange.
 
     kind: fp8 or int8. Messages of up to MAX_ROWS tokens (decode steps) are summed exactly, by
     AsyncReducer, and so are embeddings and the logits of a final mean (`sum`).
@@ -85,8 +86,17 @@ class EightBitReducer(AsyncReducer):
         return InFlight(partial, arrive)  # keeps the partial alive until then
 
     def _exchange(self, rows: Tensor, wait: bool) -> tuple[Tensor, dist.Work]:
-        """The ranks' messages for this rank's share of the rows, and what to wait for."""
+        """The ranks' messages for this rank's share of the rows, and what to wait for.
+
+        Of two ranks, for all rows.
+        """
         world = self.ranks.processes
+        if world == 2:
+            message = messages.pack(rows, self.kind, len(rows))
+            parts = message.new_empty(2, *message.shape)
+            whole = parts.flatten(0, 1)
+            work = all_gather(whole, message, group=self.group, async_op=not wait)
+            return parts, work
         share = -(-len(rows) // world)
         message = messages.pack(rows, self.kind, world * share)
         parts = torch.empty_like(message)
@@ -96,9 +106,11 @@ class EightBitReducer(AsyncReducer):
     def _sum(self, rows: Tensor, parts: Tensor) -> Tensor:
         """The sums of all rows [M, D], from this rank's rows and all ranks' parts of its share."""
         world, share, _ = parts.shape
+        if world == 2:
+            return messages.unpack(parts, self.kind, rows.shape[1], rows.dtype)
         rank = self.ranks.process
         own = rows[rank * share : (rank + 1) * share]
         mine = messages.sum_messages(own, parts, rank, self.kind)
         whole = torch.empty(world * share, mine.shape[1], dtype=mine.dtype, device=mine.device)
         all_gather(whole, mine, group=self.group)
-        return messages.unpack(whole[: len(rows)], self.kind, rows.shape[1], rows.dtype)
+        return messages.unpack(whole[None, : len(rows)], self.kind, rows.shape[1], rows.dtype)

@@ -148,7 +148,7 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
                 row = torch.zeros(ROWS, SIZE, dtype=BF16)
                 message = messages.pack(row, kind, ROWS)
                 messages.sum_messages(row, torch.stack([message] * WORLD), RANK, kind)
-                messages.unpack(message, kind, SIZE, BF16)
+                messages.unpack(message.expand(WORLD, -1, -1), kind, SIZE, BF16)
         case = "bfloat16"
         eight_bits.round_rows(torch.zeros(ROWS, SIZE, dtype=BF16))
         x, weight = torch.zeros(WORLD * 128, 64, dtype=BF16), torch.zeros(64, 256, dtype=BF16)

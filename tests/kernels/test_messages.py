@@ -56,11 +56,14 @@ def test_packed_and_unpacked(
     assert_same(message, pack_reference(rows, kind, count + 2), size)
     small, scales = rounded(rows, kind)
     values = (small.float() * scales[:, None]).to(dtype)
-    found = unpack(message, kind, size, dtype).cpu()
+    found = unpack(message[None], kind, size, dtype).cpu()
     assert torch.equal(found[:count], values)
     assert (found[count:] == 0).all()
-    few = unpack(message[:count], kind, size, torch.float32).cpu()
-    assert torch.equal(few, small.float() * scales[:, None])
+    several = torch.stack((message, message.flip(0), message))[:, :count]
+    exact = small.float() * scales[:, None]
+    turned = torch.cat((torch.zeros(2, size), exact.flip(0)))[:count]
+    found = unpack(several, kind, size, torch.float32).cpu()
+    assert torch.equal(found, exact + turned + exact)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,10 +83,10 @@ def test_sums(
     parts = torch.stack(others)
     found = sum_messages(own.to(device), parts.to(device), rank, kind)
     assert_same(found, sum_messages_reference(own, parts, rank, kind), size)
-    values = [unpack(each, kind, size, torch.float64) for each in others]
+    values = [unpack(each[None], kind, size, torch.float64) for each in others]
     values[rank] = torch.cat((own, torch.zeros(1, size, dtype=dtype))).double()
     exact = torch.stack(values).sum(0)
-    error = (unpack(found.cpu(), kind, size, torch.float64) - exact).abs()
+    error = (unpack(found.cpu()[None], kind, size, torch.float64) - exact).abs()
     relative, absolute = (2.0**-4, 2.0**-9) if kind == "fp8" else (2.0**-20, 0.501 / 127)
     assert (error <= relative * exact.abs() + absolute * exact.abs().amax(1, keepdim=True)).all()
 
@@ -99,7 +102,7 @@ def test_what_is_not_finite_stays_so(device: str, bad: float, kind: str) -> None
     own = torch.zeros(6, 48, device=device)
     parts = torch.stack((message, message))
     for found in (message, sum_messages(own, parts, 1, kind)):
-        values = unpack(found, kind, 48, torch.float32).cpu()
+        values = unpack(found[None], kind, 48, torch.float32).cpu()
         assert values[2].isnan().all()
         assert values[[0, 1, 3, 4, 5]].isfinite().all()
 
