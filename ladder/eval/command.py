@@ -109,6 +109,9 @@ def _load_tasks(
         if index and index.get("definitions") == "the standard library":
             print("local_definitions: of the standard library; --text defines too few words")
         tasks = suites.load(chosen, data, options.include_path)
+        shots = options.num_fewshot
+        if shots and all(each.get_config("num_fewshot") == 0 for each in tasks["tasks"].values()):
+            print(f"--num-fewshot={shots} has no effect: these tasks have no examples")
     data = launch.from_first(data)
     return tasks or suites.load(chosen, data, options.include_path), index
 

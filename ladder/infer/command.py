@@ -24,29 +24,31 @@ from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.dispatch import size_text
 
+CONTEXT = 32  # tokens before a new one with which it is decoded
+
 
 class TokenPrinter:
     """Prints one completion token by token, without a character whose bytes are incomplete.
 
-    prompt: its tokens. text: printed before the completion, with its first token.
+    prompt: its tokens. text: printed before the completion, with its first token. Only the last
+    tokens are decoded for a new one: the time that takes does not grow with the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], text: str) -> None:
-        self.tokenizer, self.prompt, self.before = tokenizer, prompt, text
-        self.tokens: list[int] = []
-        self.shown = ""
+        self.tokenizer, self.before = tokenizer, text
+        self.shown, self.tokens = prompt[-CONTEXT:], list[int]()  # what is printed, and what is not
 
     def add(self, _: int, token: int) -> None:
         self.tokens.append(token)
-        text = continuation(self.tokenizer, self.prompt, self.tokens)
+        text = continuation(self.tokenizer, self.shown, self.tokens)
         if not text.endswith("\ufffd"):  # the bytes of a character may be split over tokens
-            sys.stdout.write(self.before + text[len(self.shown) :])
+            sys.stdout.write(self.before + text)
             sys.stdout.flush()
-            self.before, self.shown = "", text
+            self.before = ""
+            self.shown, self.tokens = (self.shown + self.tokens)[-CONTEXT:], []
 
     def end(self) -> None:
-        text = continuation(self.tokenizer, self.prompt, self.tokens)
-        print(self.before + text[len(self.shown) :])
+        print(self.before + continuation(self.tokenizer, self.shown, self.tokens))
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:

@@ -58,7 +58,10 @@ def test_models_side_by_side(
     assert main([*command, "--limit", "1"]) == 2
     assert f"--out={out} holds results already" in capsys.readouterr().err
     assert (out / "results.json").read_bytes() == before
-    assert main([*command, "--limit", "1", "--tasks", "local_cloze", "--overwrite"]) == 0
+    capsys.readouterr()
+    few = [*command, "--limit", "1", "--tasks", "local_cloze", "--overwrite"]
+    assert main([*few, "--num-fewshot", "3"]) == 0
+    assert "--num-fewshot=3 has no effect: these tasks have no examples" in capsys.readouterr().out
     assert json.loads((out / "results.json").read_text())["limit"] == 1
 
 

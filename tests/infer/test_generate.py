@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from ladder.infer.command import CONTEXT, TokenPrinter
 from ladder.infer.engine import Completion, generate
 from ladder.infer.sampling import Sampling, choose_tokens, draws, probabilities
 from ladder.models import UserError
@@ -178,3 +180,35 @@ def test_prompts_may_be_tensors() -> None:
 def test_bad_sampling_is_refused(settings: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Sampling(**settings)
+
+
+def test_text_is_printed_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole characters, as the whole text has them; a token costs the same behind a long text."""
+    text = "Zwölf Boxkämpfer jagen 日本 über den großen 🦊 Deich. " * 20
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    tokens = tokenizer.encode(text).ids
+    prompt, rest = tokens[:50], tokens[50:]
+    longest = 0
+
+    class Counted:
+        def decode(self, some: list[int]) -> str:
+            nonlocal longest
+            longest = max(longest, len(some))
+            return tokenizer.decode(some)
+
+    printer = TokenPrinter(Counted(), prompt, "begun: ")
+    shown = ""
+    for number, token in enumerate(rest):
+        printer.add(number, token)
+        shown += capsys.readouterr().out
+        assert "\ufffd" not in shown
+    printer.end()
+    shown += capsys.readouterr().out
+    assert shown == f"begun: {text[len(tokenizer.decode(prompt)) :]}\n"
+    assert longest < 2 * CONTEXT

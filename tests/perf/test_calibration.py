@@ -191,14 +191,22 @@ def test_only_measures_some_parts_and_keeps_the_rest(tmp_path: Path) -> None:
     assert [each.name for each in found.curves] == ["attention", *["landing"] * 2, "copy"]
 
 
-def test_only_does_not_mix_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_other_machines_and_other_files_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "other.json"
     write(Machine("other", "a GPU", 4, {}), out)
     before = out.read_bytes()
-    words = ["bench", "machine", "--device", "cpu", "--only", "copy", "--out", str(out)]
+    words = ["bench", "machine", "--device", "cpu", "--out", str(out)]
+    for more in ([], ["--only", "copy"]):
+        assert main([*words, *more]) == 2
+        error = capsys.readouterr().err
+        assert "describes 4 x a GPU, and this measures 1 x none; name another file" in error
+        assert out.read_bytes() == before
+    out.write_text("[]")  # of something else
     assert main(words) == 2
-    assert "describes 4 x a GPU, and --only measures 1 x none again" in capsys.readouterr().err
-    assert out.read_bytes() == before
+    assert "--out is there already: " in capsys.readouterr().err
+    assert out.read_text() == "[]"
 
 
 def test_every_part_has_a_name_for_only() -> None:

@@ -47,7 +47,16 @@ def test_nothing_is_recommended_that_does_not_fit(tmp_path: Path, capsys: Out) -
         assert (best["tp"], best["memory_gib"] < 8.0 * 0.92) == (4, True)
     assert main(["predict", "llama-3-70b", *words[1:], "latency"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("nothing fits 7.4 GiB")
+    assert last == (
+        "nothing fits 7.4 GiB of a GPU, of which weights alone take 32.9: take --weights fp8, or "
+        "give --machine more GPUs"
+    )
+    assert main(["predict", *words[:3], "--batch", "64", "--context", "8000"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == (
+        "nothing fits 7.4 GiB of a GPU: lower --batch or --context, or take --weights fp8, or give "
+        "--machine more GPUs"
+    )
 
 
 def test_the_most_sequences_that_fit_are_the_most(capsys: Out) -> None:

@@ -79,17 +79,23 @@ def main(options: Any) -> int:
 
 
 def begun(out: Path, gpu: str, world: int, only: object) -> Machine:
-    """The machine before anything is measured: with `only`, that of the file, if there is one."""
+    """The machine before anything is measured: with `only`, that of the file, if there is one.
+
+    Raises UserError for a file that describes another machine, or none: it would be lost.
+    """
     check_writable(out)
-    if not only or not out.is_file():
+    if not out.is_file():
         return Machine(out.stem, gpu, world, {})
-    found = read(out)
+    try:
+        found = read(out)
+    except UserError as error:
+        raise UserError(f"--out is there already: {error}; name another file") from error
     if (found.gpu, found.gpus) != (gpu, world):
         raise UserError(
-            f"--out={out} describes {found.gpus} x {found.gpu}, and --only measures {world} x "
-            f"{gpu} again; name another file"
+            f"--out={out} describes {found.gpus} x {found.gpu}, and this measures {world} x {gpu}; "
+            f"name another file"
         )
-    return found
+    return found if only else Machine(out.stem, gpu, world, {})
 
 
 def measure(

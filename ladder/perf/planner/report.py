@@ -220,10 +220,17 @@ def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
 def nothing_fits(question: Question, rows: Sequence[Row]) -> str:
     if rows:
         return "nothing is recommended: a plan without communication is a bound and no model"
-    return (
-        f"nothing fits {room(question):.1f} GiB of a GPU: lower --batch or --context, or give "
-        f"--machine more GPUs"
-    )
+    head, *table = work(question).fit_table(question)
+    least = min(float(each[head.index("weights")]) for each in table)
+    remedies = ["give --machine more GPUs"]
+    if question.phase != "train" and question.weights == "bf16":
+        remedies.insert(0, "take --weights fp8")
+    said = f"nothing fits {room(question):.1f} GiB of a GPU"
+    if least < room(question):
+        remedies.insert(0, "lower --batch or --context")
+    else:
+        said += f", of which weights alone take {least:.1f}"
+    return f"{said}: {', or '.join(remedies)}"
 
 
 def as_data(
