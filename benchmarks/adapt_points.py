@@ -19,7 +19,7 @@ from ladder.files import make_folder, write_text
 from ladder.models import ModelConfig, resolve_plan
 from ladder.models.errors import UserError
 from ladder.models.plan import Plan
-from ladder.train.config import TrainConfig, load_train_config
+from ladder.train.config import DISTILLING, TrainConfig, load_train_config
 
 SIZES = (0.5, 0.625)  # of the layers: 16 and 20 of 32 in the paper's Table 4
 WAYS = ("plain", "distil", "progressive", "progressive-distil")
@@ -102,13 +102,14 @@ def recovery(options: argparse.Namespace) -> Recovery:
              f"micro_batch_size={math.gcd(before.micro_batch_size, batch)}", "min_lr=0",
              f"seed={before.seed + 1}", f"distill_weight={WEIGHT}", "eval_windows=1",
              "tensorboard=false"]  # fmt: skip
-    after = load_train_config(str(file), [*words, "warmup_steps=0", *options.overrides])
+    teacher = f"teacher={options.standard}"  # of some points: the words of others have no weight
+    after = load_train_config(str(file), [*words, teacher, "warmup_steps=0", *options.overrides])
     steps = round(options.share * total / (after.batch_size * after.seq_len))
     if steps < 8:
         raise UserError(f"--share={options.share} is {steps} steps; raise it, or lower batch_size")
     words += [f"steps={steps}", f"warmup_steps={steps // 10}", *options.overrides]
     lr = options.rate * before.lr
-    load_train_config(str(file), [*words, f"lr={lr:g}"])  # UserError before anything runs
+    load_train_config(str(file), [*words, teacher, f"lr={lr:g}"])  # UserError before anything runs
     tokens = steps * after.batch_size * after.seq_len
     return Recovery(("finetune", str(file), *words), before, steps, tokens, lr)
 
@@ -210,10 +211,14 @@ def points(
         elif way != "original":
             lr = f"{factor * recipe.lr:g}"
             about |= {"lr": float(lr), "tokens": recipe.tokens}
-            words = [*recipe.words, f"lr={lr}", f"out={model}"]
+            distils = way.endswith("distil")
+            given = [
+                each for each in recipe.words if distils or each.split("=")[0] not in DISTILLING
+            ]
+            words = [*given, f"lr={lr}", f"out={model}"]
             words += [f"plan={plan}"] if layers else []
             words += [f"tp_degree={config.tp_degree}"] if written else []
-            words += [f"teacher={options.standard}"] if way.endswith("distil") else []
+            words += [f"teacher={options.standard}"] if distils else []
             if way.startswith("progressive"):
                 if written:  # refused: see ladder.train.conversion
                     return
