@@ -53,8 +53,8 @@ class Batches(ABC):
     def targets(self, indices: Sequence[int]) -> int:
         """The number of targets in the windows `indices`."""
 
-    def notes(self) -> list[str]:
-        """Lines about the windows, to print before training."""
+    def notes(self, drawn: int) -> list[str]:
+        """Lines about the windows, to print before training, which draws so many."""
         return []
 
     @abstractmethod
@@ -209,7 +209,7 @@ class PackedWindows(Windows):
     def targets(self, indices: Sequence[int]) -> int:
         return sum(int(self.found.targets[self._inside(i)].sum()) for i in indices)
 
-    def notes(self) -> list[str]:
+    def notes(self, drawn: int) -> list[str]:
         found, split = self.found, self.split.name
         used = found.sizes.sum() / (len(self) * self.seq_len)
         return [

@@ -50,7 +50,7 @@ class Mix(TokenData):
                 parts.append(make_windows(source.split(split), seq_len, number))
             except UserError as error:
                 raise UserError(f"data source {source.folder}: {error}") from error
-        return MixedWindows(parts, self.shares, [source.eos_id for source in self.sources])
+        return MixedWindows(parts, self.shares, self.sources)
 
 
 class MixedWindows(Batches):
@@ -63,10 +63,9 @@ class MixedWindows(Batches):
     """
 
     def __init__(
-        self, parts: Sequence[Windows], shares: Sequence[int], ends: Sequence[int]
+        self, parts: Sequence[Windows], shares: Sequence[int], sources: Sequence[TokenData]
     ) -> None:
-        """ends: the end token of each source."""
-        self.parts, self.shares, self.ends = parts, shares, ends
+        self.parts, self.shares, self.sources = parts, shares, sources
         self.bases = np.cumsum([0, *(len(part) for part in parts)])
         self.source = plan_cycle(shares)  # the source of each entry of the cycle
         self.entries = [np.flatnonzero(self.source == k) for k in range(len(parts))]
@@ -95,7 +94,7 @@ class MixedWindows(Batches):
         found = []
         for i, row in zip(indices, tokens.split(1), strict=True):
             source, number = self._locate(i)
-            own = None if end is None else self.ends[source]
+            own = None if end is None else self.sources[source].eos_id
             found.append(self.parts[source].begins([number], row, own))
         if all(row is None for row in found):
             return None
@@ -107,15 +106,13 @@ class MixedWindows(Batches):
         located = map(self._locate, indices)
         return sum(self.parts[source].targets([number]) for source, number in located)
 
-    def passes(self, drawn: int) -> list[float]:
-        """How often the windows of each source are read, of so many that are drawn."""
+    def notes(self, drawn: int) -> list[str]:
         cycles = drawn / len(self.source)
-        return [
-            cycles * share / len(part) for part, share in zip(self.parts, self.shares, strict=True)
-        ]
-
-    def notes(self) -> list[str]:
-        return [note for part in self.parts for note in part.notes()]
+        passes = ", ".join(
+            f"{source.folder}: {cycles * share / len(part):.2g}"
+            for source, part, share in zip(self.sources, self.parts, self.shares, strict=True)
+        )
+        return [*(n for part in self.parts for n in part.notes(drawn)), f"passes over {passes}"]
 
     def draw(self, seed: int, entry: int) -> int:
         cycle, at = divmod(entry, len(self.source))

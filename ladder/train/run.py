@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import checkpoints, model_hash, newest, read_json
 from ladder.data.batches import Batches
-from ladder.data.mix import Mix, MixedWindows
 from ladder.data.prepared import TokenData
 from ladder.files import write_text
 from ladder.models.config import ModelConfig
@@ -101,12 +100,8 @@ class Run:
 
     def notes(self) -> list[str]:
         """Lines to print before training, after the run's header."""
-        found = [*self.windows.notes(), *self.source.schedule.notes()]
-        if isinstance(self.data, Mix) and isinstance(self.windows, MixedWindows):
-            passes = self.windows.passes(self.config.steps * self.config.batch_size)
-            said = zip(self.data.sources, passes, strict=True)
-            found.append(f"passes over {', '.join(f'{each.folder}: {n:.2g}' for each, n in said)}")
-        return found
+        drawn = self.config.steps * self.config.batch_size
+        return [*self.windows.notes(drawn), *self.source.schedule.notes()]
 
     def going_on(self) -> list[str]:
         """Lines about a resumed run, to print before training."""

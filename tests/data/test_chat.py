@@ -176,7 +176,7 @@ def test_what_is_too_long_is_truncated_or_left_out_and_counted(
     assert (windows.found.truncated, windows.found.unanswered) == (1, 1)
     assert len(windows.found.starts) == 5
     assert windows.found.sizes.max() == 64
-    (note,) = windows.notes()
+    (note,) = windows.notes(1)
     assert "1 conversations truncated, 1 left out" in note
 
 
