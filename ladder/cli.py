@@ -229,7 +229,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt as stop:
         remedy = (
-            "; --resume continues from the last checkpoint" if hasattr(options, "resume") else ""
+            "; --resume continues from the last checkpoint, if one was written"
+            if hasattr(options, "resume")
+            else ""
         )
         lines = [f"interrupted{remedy}", *getattr(stop, "__notes__", ())]
         print(*lines, sep="\n", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -22,6 +23,8 @@ FILES = (".yaml", ".yml", ".json")  # JSON is valid YAML
 DEEPEST = 100  # nested lists and mappings
 LONGEST = 500  # digits of an integer
 LARGEST = 10**6  # values, with each use of a YAML alias counted
+# YAML 1.1 would read 010 as 8, 1_0 as 10 and 1:30 as 90, which nobody means.
+DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 
 
 def configs_folder() -> Path:
@@ -46,7 +49,10 @@ def load_yaml(path: Path) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader of plain data, with limits; dates stay text."""
+    """A YAML loader of plain data, with limits; dates stay text, numbers are decimal.
+
+    A key that is given twice is refused: yaml itself keeps the last one's value.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # yaml's own
         first: [each for each in found if each[0] != "tag:yaml.org,2002:timestamp"]
@@ -67,6 +73,16 @@ class _Loader(yaml.SafeLoader):
         self.depth -= 1
         return node
 
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        given = set()
+        for key, _ in node.value:  # before merged keys, which may be given again, join them
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if (key.tag, key.value) in given:
+                    self._refuse(f"key {key.value!r} given twice", key.start_mark)
+                given.add((key.tag, key.value))
+        return node
+
     def flatten_mapping(self, node: Any) -> None:
         super().flatten_mapping(node)
         if len(node.value) > LARGEST:
@@ -75,13 +91,25 @@ class _Loader(yaml.SafeLoader):
     def whole_number(self, node: Any) -> int:
         if len(node.value) > LONGEST:
             self._refuse(f"a number of {len(node.value):,} digits", node.start_mark)
-        return int(self.construct_yaml_int(node))
+        if not DECIMAL.fullmatch(self.construct_scalar(node)):
+            self._refuse_number(node)
+        return int(node.value)
+
+    def any_number(self, node: Any) -> float:
+        if {"_", ":"} & {*self.construct_scalar(node)}:
+            self._refuse_number(node)
+        return float(self.construct_yaml_float(node))
+
+    def _refuse_number(self, node: Any) -> None:
+        remedy = "write it in decimal, without leading zeros, _ or :, or in quotes if it is text"
+        self._refuse(f"the number {node.value}: {remedy}", node.start_mark)
 
     def _refuse(self, what: str, mark: Any) -> None:
         raise yaml.MarkedYAMLError(problem=what, problem_mark=mark)
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.whole_number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.any_number)
 
 
 def parse_yaml(text: str) -> Any:
@@ -286,7 +314,9 @@ def _typed(key: str, value: Any, kind: str) -> Any:
     wrong = UserError(f"{said} must be {must}")
     if base == "float":
         try:
-            return float(value) if not isinstance(value, bool) else _raise(wrong)
+            # Python reads 1_0e-4 as 10e-4.
+            odd = isinstance(value, bool) or (isinstance(value, str) and "_" in value)
+            return _raise(wrong) if odd else float(value)
         except (TypeError, ValueError, OverflowError):
             raise wrong from None
     if base.startswith("tuple[float"):

@@ -74,7 +74,13 @@ def run(options: argparse.Namespace) -> int:
             )
     if not 1 <= layers <= MOST_LAYERS:
         raise UserError(f"--layers={layers} must be from 1 to {MOST_LAYERS}")
-    found = [resolve_plan(plan, layers, options.tp_degree) for plan in chosen]
+    found: list[Plan] = []
+    for plan in chosen:
+        try:
+            found.append(resolve_plan(plan, layers, options.tp_degree))
+        except UserError:
+            if options.plans or not found:
+                raise  # of the overview, some need more layers than one or two
     if options.json:
         print(json.dumps([summary(plan) for plan in found], indent=1))
     elif options.plans:

@@ -23,6 +23,7 @@ from tests.corpus import make_corpus
 from tests.distributed import PATIENCE
 
 LADDER = [sys.executable, "-m", "ladder"]
+RESUMES = "--resume continues from the last checkpoint, if one was written"
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -85,6 +86,8 @@ def test_plans_prints_pictures_tables_and_json(
     assert [line.split() for line in overview.splitlines() if line.startswith("ladder ")] == [
         ["ladder", "16", "1", "no"]
     ]
+    assert main(["plans", "--layers", "1"]) == 0  # which is too few for one of them
+    assert "accumulate-8x-lag4" not in capsys.readouterr().out
     assert main(["plans", "standard", "ladder", "dtp-1", "--layers", "8", "--tp-degree", "2"]) == 0
     text = capsys.readouterr().out
     assert "attn 0    ]........[mlp 0" in text  # standard waits
@@ -338,11 +341,8 @@ def test_a_tokenizer_is_not_overwritten(trained: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        (["train", "tiny"], "interrupted; --resume continues from the last checkpoint"),
-        (
-            ["finetune", "tiny", "init=x"],
-            "interrupted; --resume continues from the last checkpoint",
-        ),
+        (["train", "tiny"], f"interrupted; {RESUMES}"),
+        (["finetune", "tiny", "init=x"], f"interrupted; {RESUMES}"),
         (["eval", "model"], "interrupted"),
     ],
 )

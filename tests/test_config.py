@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from ladder.config import apply_overrides, find, load_mapping, load_plan, model_config
+from ladder.config import (
+    apply_overrides,
+    find,
+    load_mapping,
+    load_plan,
+    load_yaml,
+    model_config,
+)
 from ladder.data.tokenizer import train_tokenizer
 from ladder.infer.sampling import Sampling, choose_tokens, draws
 from ladder.models import UserError, resolve_plan
 from ladder.train import metrics
+from ladder.train.config import load_train_config
 
 
 @pytest.mark.parametrize("model", [None, 5, ["tiny"], {"num_layers": 2}, {"name": None}])
@@ -110,3 +118,60 @@ def test_chances_that_overflow_are_no_token() -> None:
 def test_vocabularies_out_of_bounds(tmp_path: Path, size: int) -> None:
     with pytest.raises(UserError, match=f"vocab_size={size} is too"):
         train_tokenizer(["text"], size, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps: 5\nlr: 1\nsteps: 7", "key 'steps' given twice, line 3, column 1"),
+        ("steps: 5\n'steps': 7", "key 'steps' given twice, line 2, column 1"),
+        ("layers: [{layers: 0, mlp: {own_lag: 1}, mlp: {}}]", "key 'mlp' given twice, line 1, "),
+    ],
+)
+def test_a_key_given_twice_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    """The last one would count, and the other be lost."""
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=f"a.yaml is not valid YAML: {message}"):
+        load_yaml(path)
+
+
+def test_a_merged_key_may_be_given_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("a: &a {x: 1, y: 2}\nb: &b {<<: *a, x: 3}\nc: {<<: *b, y: 4}\n")
+    assert load_yaml(path)["c"] == {"x": 3, "y": 4}
+
+
+@pytest.mark.parametrize("number", ["010", "0100", "-010", "1:30", "1:30.5", "1_0", "0b11", "0x1f"])
+def test_a_number_that_is_not_decimal_is_refused(number: str, tmp_path: Path) -> None:
+    """YAML 1.1 would read 010 as 8 and 1:30 as 90."""
+    remedy = f"the number {number}: write it in decimal, without leading zeros, _ or :"
+    with pytest.raises(UserError, match=f"override 'seed={number}' is not valid YAML: {remedy}"):
+        apply_overrides({}, [f"seed={number}"])
+    (tmp_path / "a.yaml").write_text(f"a: 1\nlayers: [{{own_lag: {number}}}]")
+    with pytest.raises(UserError, match=rf"{remedy}, .*, line 2, column 20"):
+        load_yaml(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0", 0), ("+5", 5), ("-12", -12), ("0.5", 0.5), ("1.0e-5", 1e-5), (".inf", float("inf")),
+     ("0-3", "0-3"), ("'010'", "010"), ("2026-02-03", "2026-02-03"), ("a_1", "a_1")],
+)  # fmt: skip
+def test_other_numbers_and_texts_stay(text: str, value: Any) -> None:
+    assert apply_overrides({}, [f"a={text}"]) == {"a": value}
+
+
+@pytest.mark.parametrize("value", ["1_0e-4", "1_0"])
+def test_a_rate_with_an_underscore_is_refused(value: str) -> None:
+    """Python, which reads what YAML takes for text, ignores it."""
+    with pytest.raises(UserError, match=f"lr=.*{value}"):
+        load_train_config("tiny", [f"lr={value}"])
+
+
+@pytest.mark.parametrize("name", ["plan", "model", "tp_degree", "convert_layers"])
+def test_an_empty_override_does_not_mean_the_default(name: str) -> None:
+    """As of a shell's variable that is not set."""
+    with pytest.raises(UserError, match=f"{name}= is empty; .*{name}=null for none"):
+        load_train_config("tiny", [f"{name}="])
+    assert load_train_config("tiny", [f"{name}=null"]).plan in ("ladder", "standard")

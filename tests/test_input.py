@@ -173,7 +173,7 @@ def test_a_text_option_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("data: d\nout: 2026-02-30\n")
     assert load_train_config(str(tmp_path / "a.yaml"), []).out == "2026-02-30"
     (tmp_path / "a.yaml").write_text("data: d\nout: 007\n")
-    with pytest.raises(UserError, match="out=7 is a number or a switch, not text; put it in quot"):
+    with pytest.raises(UserError, match=r"the number 007: write it in decimal, .* in quotes if it"):
         load_train_config(str(tmp_path / "a.yaml"), [])
 
 

@@ -26,7 +26,7 @@ COLOURS = {
 WIDTH, FONT = 640, 11  # points
 GAP = 15  # between the baselines of two labels
 FEW = 20  # a line of fewer points marks each point, with its value as a tooltip
-NEEDED = "they need matplotlib: pip install 'ladder[report]'"
+NEEDED = "they need matplotlib: pip install -e '.[report]' in the project's folder"
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,8 @@ def _parquet(path: Path, field: Field) -> Iterator[Any]:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise UserError(
-            f"{path} is a Parquet file, which needs pyarrow ({error}): pip install 'ladder[data]'"
+            f"{path} is a Parquet file, which needs pyarrow ({error}): pip install -e '.[data]' in "
+            f"the project's folder"
         ) from error
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:

@@ -135,7 +135,7 @@ def _datasets(path: str) -> Any:
     except ImportError as error:
         raise UserError(
             f"{path} is a Hugging Face dataset, which needs the package datasets ({error}): pip "
-            f"install 'ladder[data]'"
+            f"install -e '.[data]' in the project's folder"
         ) from error
     return datasets
 

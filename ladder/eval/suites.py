@@ -69,7 +69,7 @@ def require_lm_eval() -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             "`ladder eval` needs lm-evaluation-harness, which is not installed: "
-            "pip install 'ladder[eval]'"
+            "pip install -e '.[eval]' in the project's folder"
         )
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its bootstrap would fork a threaded process
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -176,8 +176,8 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
         found = manager.load([name])
     except ImportError as error:
         raise UserError(
-            f"task {name!r} needs a package that is not installed ({_line(error)}); pip install "
-            f"'ladder[eval]', or the extra of lm_eval that the task asks for"
+            f"task {name!r} needs a package that is not installed ({_line(error)}); pip install -e "
+            f"'.[eval]' in the project's folder, or the extra of lm_eval that the task asks for"
         ) from error
     except OSError as error:  # from the hub's client and from datasets
         raise UserError(

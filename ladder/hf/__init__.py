@@ -26,8 +26,9 @@ except ImportError as error:
     except importlib.metadata.PackageNotFoundError:
         found = "none"
     raise UserError(
-        f"ladder.hf needs transformers 5.16 or later, and found {found}: {error}; pip install "
-        f"'ladder[hf]'; if the version is right, look for a file of yours that hides a module"
+        f"ladder.hf needs transformers 5.16 or later, and found {found}: {error}; pip install -e "
+        f"'.[hf]' in the project's folder; if the version is right, look for a file of yours that "
+        f"hides a module"
     ) from error
 
 AutoConfig.register(LadderConfig.model_type, LadderConfig)

@@ -275,15 +275,16 @@ def _preset(
             else SublayerRecord(kind, reduce="none", own_scale=scale)
             for i, kind in enumerate(kinds, start=1)
         ]
+    delay = int(number[2] if number else lagging[2] if lagging else 0)
+    if delay >= count:  # no sublayer could read a sum so late
+        has = "the model has" if len(layers) == num_layers else "its layers have"
+        raise UserError(
+            f"plan {name!r} delays by {delay} sublayers but {has} only {count}; give a smaller "
+            f"number, or more layers"
+        )
     if lagging:
-        return _accumulate_late(name, int(lagging[1]), int(lagging[2]), layers, tp_degree)
+        return _accumulate_late(name, int(lagging[1]), delay, layers, tp_degree)
     if number and number[2]:
-        delay = int(number[2])
-        if delay >= count:
-            raise UserError(
-                f"plan {name!r} delays by {delay} sublayers but the model has only {count}; give a "
-                f"smaller number, or a model of more layers"
-            )
         root = _root(name, tp_degree) if delay else 1.0
         return [
             SublayerRecord(

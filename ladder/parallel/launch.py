@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import errno
 import multiprocessing
 import os
 import shutil
@@ -20,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -31,7 +29,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ladder.models.errors import UserError, brief
-from ladder.parallel import environment
+from ladder.parallel import environment, printing
 from ladder.parallel.environment import RENDEZVOUS
 
 if TYPE_CHECKING:
@@ -243,21 +241,20 @@ def _note(name: str) -> None:
 
 def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
     try:
+        printing.replace_unknown()
         code = command(*arguments)
+        printing.flush()
         if dist := _joined():
             dist.barrier()  # the others may still need this rank, or its store
     except UserError as error:
         said = f"error: {brief(str(error))}"
         return _fail(2, "\n".join([said, *getattr(error, "__notes__", ()), ""]))
     except BrokenPipeError:  # the reader of our output has left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        printing.discard()
         _note(CLOSED)
         return _fail(0, "")
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # any option's
-            path = brief(str(error.filename), 100)
-            return _fail(2, f"error: the path {path!r} is too long; give a shorter one\n")
-        return _fail(1, traceback.format_exc())
+        return _fail(*printing.told(error))
     if _joined():
         atexit._run_exitfuncs()  # `_leave` does not, and torch's compile workers end so
         _leave(code)

@@ -46,6 +46,8 @@ FREE_ON_RESUME = (
     "model",
 )
 
+DISTILLING = ("distill_weight", "distill_temperature")  # they mean nothing without a teacher
+
 # Limits far above any run: the windows of a step are listed before the first is read, and `epochs`
 # is multiplied to make steps.
 MOST = {
@@ -192,6 +194,12 @@ class TrainConfig:
             raise UserError(f"distill_weight={self.distill_weight} must be in [0, 1]")
         if not self.distill_temperature > 0:
             raise UserError(f"distill_temperature={self.distill_temperature} must be above 0")
+        for name in DISTILLING:
+            if not self.teacher and getattr(self, name) != getattr(TrainConfig, name):
+                raise UserError(
+                    f"{name}={getattr(self, name)} without a teacher: give teacher=FOLDER, or "
+                    f"leave {name} out"
+                )
         if not self.grad_clip > 0:
             raise UserError(f"grad_clip={self.grad_clip} must be above 0; inf clips nothing")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -261,6 +269,12 @@ def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
     texts = text_fields(TrainConfig)
     plain = [item for item in overrides if "." not in item.partition("=")[0]]
     given = apply_overrides({}, plain, texts)
+    none = [item.name for item in fields(TrainConfig) if item.default is None]
+    for name in none:
+        if f"{name}=" in map(str.strip, plain):  # as of a shell variable that is not set
+            raise UserError(
+                f"{name}= is empty; give a value, leave it out, or write {name}=null for none"
+            )
     instead = [("steps", "epochs"), ("epochs", "steps"), ("init", "model")]
     if data.get("model"):  # a recipe of pretraining, whose plan belongs to its own model
         instead += [("init", "plan"), ("init", "tp_degree")]
@@ -298,6 +312,8 @@ def refuse_changes(
         before = old.get(name, item.default)
         if name in FREE_ON_RESUME or (name in moved and before and current[name]):
             continue
+        if name in DISTILLING and not (old.get("teacher") or new.teacher):
+            continue  # ignored by the old run, and refused now
         if before != current[name]:
             raise UserError(
                 f"{name}={current[name]!r} differs from the run in {run}, which was started with "

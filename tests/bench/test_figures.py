@@ -176,5 +176,5 @@ def test_without_matplotlib_one_line_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(figures.importlib.util, "find_spec", lambda name: None)
     assert pages.main(["--out", str(tmp_path / "new"), "--figures", str(tmp_path / "svg")]) == 2
-    assert "pip install 'ladder[report]'" in capsys.readouterr().err
+    assert "pip install -e '.[report]'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

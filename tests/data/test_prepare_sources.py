@@ -142,7 +142,7 @@ def test_missing_packages_are_named(
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     words = [path, f"needs {'pyarrow' if package == 'pyarrow' else 'the package datasets'}"]
     fails_with(
-        ["data", "prepare", path], tokenizer, tmp_path, [*words, "pip install 'ladder[data]'"],
+        ["data", "prepare", path], tokenizer, tmp_path, [*words, "pip install -e '.[data]'"],
         capsys,
     )  # fmt: skip
 

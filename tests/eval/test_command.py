@@ -190,7 +190,7 @@ def test_without_the_harness(
     (tmp_path / "config.json").touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["eval", str(tmp_path)]) == 2
-    assert "pip install 'ladder[eval]'" in capsys.readouterr().err
+    assert "pip install -e '.[eval]'" in capsys.readouterr().err
 
 
 def test_the_last_model_is_looked_at_before_the_first_is_run(

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from ladder.models import Plan, SublayerRecord, resolve_plan
+from ladder.models import Plan, SublayerRecord, UserError, resolve_plan
 from tests.samples import PLANS, both, random_plan, small_config
 
 L = 6  # layers
@@ -127,7 +127,7 @@ def test_accumulate_sums_each_group_once(n: int, degree: int) -> None:
     assert not plan.final_mean
 
 
-@pytest.mark.parametrize(("n", "lag"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 4), (8, 4), (4, 99)])
+@pytest.mark.parametrize(("n", "lag"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 4), (8, 4), (4, 11)])
 @pytest.mark.parametrize("degree", [2, 4])
 def test_accumulate_reads_each_sum_late(n: int, lag: int, degree: int) -> None:
     """Catches a lag of own parts, a last sum whose own part is scaled although nothing reads it
@@ -143,6 +143,21 @@ def test_accumulate_reads_each_sum_late(n: int, lag: int, degree: int) -> None:
     assert plan.blocking == tuple(i == 2 * L - 1 for i in range(2 * L))
     assert plan.equal_reads == (True, *[False] * (2 * L - 1), True)
     assert plan.longest_flight == min(lag, max(2 * L - 1 - m for m in kept))
+
+
+@pytest.mark.parametrize(
+    ("name", "has"),
+    [
+        ("accumulate-4x-lag12", "12 sublayers but the model has only 12;"),
+        ("accumulate-8x-lag99", "99 sublayers but the model has only 12;"),
+        ("accumulate-2x-lag4@1-2", "4 sublayers but its layers have only 4;"),
+        ("dtp-12", "12 sublayers but the model has only 12;"),
+    ],
+)
+def test_a_delay_beyond_the_end_is_refused(name: str, has: str) -> None:
+    """It would be the same model as a smaller one, under another name."""
+    with pytest.raises(UserError, match=f"delays by {has} give a smaller number, or more layers"):
+        resolve_plan(name, L, 2)
 
 
 def test_ranges_whose_sums_are_in_flight() -> None:

@@ -26,7 +26,8 @@ def test_plans_that_a_model_cannot_have_are_left_out_of_the_default(
     biases: str, tmp_path: Path, capsys: Out
 ) -> None:
     """Named, such a plan is an error, and so is a T that divides no shape."""
-    words = (shape(tmp_path / "biased.yaml", **{biases: True}), "--train", "--context", "64")
+    biased = shape(tmp_path / "biased.yaml", num_layers=4, **{biases: True})
+    words = (biased, "--train", "--context", "64")
     found = asked(capsys, *words, "--batch", "4")
     assert {row["plan"] for row in found["rows"]} == {"standard", "parallel", "ladder", "hybrid"}
     said = [line for line in found["left_out"] if "bias of an output projection" in line]

@@ -27,7 +27,7 @@ from ladder.models import Ranks, Reducer, UserError
 from ladder.models import loss as losses_module
 from ladder.models.loss import teacher_losses
 from ladder.parallel.reducers import AsyncReducer
-from ladder.train.config import TrainConfig
+from ladder.train.config import TrainConfig, refuse_changes
 from ladder.train.loop import train
 from tests.chats import make_chats, prepare_chats
 from tests.corpus import swap_two_tokens
@@ -220,6 +220,11 @@ def test_models_are_told_apart_by_their_weights(base: Path, tmp_path: Path) -> N
         ({"distill_weight": 1.5}, r"distill_weight=1.5 must be in \[0, 1\]"),
         ({"distill_temperature": 0.0}, "distill_temperature=0.0 must be above 0"),
         ({"teacher": "/nowhere"}, "/nowhere does not exist"),
+        (
+            {"teacher": "", "distill_weight": 0.8},
+            r"distill_weight=0.8 without a teacher: give teacher=FOLDER, or leave .* out",
+        ),
+        ({"teacher": "", "distill_temperature": 2.0}, "distill_temperature=2.0 without a teacher"),
     ],
 )
 def test_bad_options_are_refused(
@@ -228,6 +233,15 @@ def test_bad_options_are_refused(
     with pytest.raises(UserError, match=message):
         train(distilling(corpus, base, tmp_path / "run", **changes), device="cpu")
     assert not (tmp_path / "run").exists()
+
+
+def test_an_old_run_that_ignored_the_weight_goes_on(corpus: Path, base: Path) -> None:
+    """It was started with what is refused now, without a teacher."""
+    config = distilling(corpus, base, Path("run"), teacher="")
+    refuse_changes({**config.to_dict(), "distill_weight": 0.8}, config, Path("run"))
+    taught = replace(config, teacher=str(base))
+    with pytest.raises(UserError, match=r"distill_weight=0\.5 differs"):
+        refuse_changes({**taught.to_dict(), "distill_weight": 0.8}, taught, Path("run"))
 
 
 def test_another_vocabulary_is_refused(corpus: Path, base: Path, tmp_path: Path) -> None:
