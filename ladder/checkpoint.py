@@ -37,7 +37,6 @@ from ladder.models.storage import QUANTISED
 from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel import launch
 from ladder.parallel.sharding import local_parameters, shard_model
-from ladder.reader import EMBEDDING as EMBEDDING
 from ladder.reader import TensorReader, read_json, some
 
 SHARD_BYTES = 2**30  # the approximate size of a checkpoint's files; a larger tensor has its own

@@ -59,15 +59,22 @@ def group_refusal(group: dist.ProcessGroup, device: torch.device) -> str | None:
                 "the first call with a process group asks its ranks for their GPUs, which a CUDA "
                 "graph capture cannot do; run the call once before"
             )
-        mine = push_refusal(1), _gpu(device.index)
-        everyone: list[tuple[str | None, str]] = [mine] * group.size()
-        dist.all_gather_object(everyone, mine, group=group)
-        refusals = [why for why, _ in everyone]
-        if not any(refusals):
-            found = _unseen(group.rank(), device.index, [gpu for _, gpu in everyone])
-            dist.all_gather_object(refusals, found, group=group)
-        _groups[group] = next((why for why in refusals if why), None)
+        with torch.cuda.device(device):  # which NCCL takes for the objects
+            _groups[group] = _asked(group, device.index)
     return _groups[group]
+
+
+def _asked(group: dist.ProcessGroup, mine: int) -> str | None:
+    """What the ranks of a group, this one with GPU `mine`, say together."""
+    about = push_refusal(1), _gpu(mine)
+    everyone: list[tuple[str | None, str]] = [about] * group.size()
+    dist.all_gather_object(everyone, about, group=group)
+    refusals, gpus = [why for why, _ in everyone], [gpu for _, gpu in everyone]
+    if len({*gpus}) < len(gpus):
+        return "ranks share a GPU"
+    if not any(refusals):
+        dist.all_gather_object(refusals, _unseen(group.rank(), mine, gpus), group=group)
+    return next((why for why in refusals if why), None)
 
 
 def _gpu(index: int) -> str:

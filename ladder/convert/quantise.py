@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ladder.checkpoint import EMBEDDING, TensorReader
+from ladder.reader import EMBEDDING, TensorReader
 from ladder.convert.weights import Made, Recipe, make
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown

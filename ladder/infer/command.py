@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import chain
 
 import torch
 from tokenizers import Tokenizer
@@ -24,31 +25,42 @@ from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.dispatch import size_text
 
-CONTEXT = 32  # tokens before a new one with which it is decoded
+CONTEXT = 32  # tokens before a new one, about, with which it is decoded
 
 
 class TokenPrinter:
     """Prints one completion token by token, without a character whose bytes are incomplete.
 
     prompt: its tokens. text: printed before the completion, with its first token. Only the last
-    tokens are decoded for a new one: the time that takes does not grow with the text.
+    tokens are decoded for a new one: the time that takes does not grow with the text. They begin
+    with a character: of one without its first byte, decoders may lose all bytes that follow.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], text: str) -> None:
         self.tokenizer, self.before = tokenizer, text
-        self.shown, self.tokens = prompt[-CONTEXT:], list[int]()  # what is printed, and what is not
+        self.tokens: list[int] = []  # that are not printed yet
+        start = max(0, len(prompt) - CONTEXT)
+        while start and tokenizer.decode(prompt[start:]).startswith("\ufffd"):
+            start -= 1
+        self.shown = [prompt[start:]]  # whole characters each
+
+    def _text(self) -> str:
+        return continuation(self.tokenizer, [*chain(*self.shown)], self.tokens)
 
     def add(self, _: int, token: int) -> None:
         self.tokens.append(token)
-        text = continuation(self.tokenizer, self.shown, self.tokens)
+        text = self._text()
         if not text.endswith("\ufffd"):  # the bytes of a character may be split over tokens
             sys.stdout.write(self.before + text)
             sys.stdout.flush()
             self.before = ""
-            self.shown, self.tokens = (self.shown + self.tokens)[-CONTEXT:], []
+            self.shown.append(self.tokens)
+            self.tokens = []
+            if sum(map(len, self.shown[1:])) >= CONTEXT:
+                del self.shown[0]
 
     def end(self) -> None:
-        print(self.before + continuation(self.tokenizer, self.shown, self.tokens))
+        print(self.before + self._text())
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:

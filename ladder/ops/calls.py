@@ -49,7 +49,7 @@ def execute(op: str, group_name: str, like: Tensor, shapes: tuple[Any, ...], *ar
     ranks = group.size()  # dist.get_world_size takes the host 40 times as long
     sizes = OPERATORS[op].measure(ranks, *shapes)
     any_order, about = choice.allows_any_order(group), (device_name(like.device), like.dtype)
-    apart = group_refusal(group, like.device) or "" if like.is_cuda and ranks > 1 else None
+    apart = (group_refusal(group, like.device) or "") if like.is_cuda and ranks > 1 else None
     call = call_of(op, *about, ranks, sizes, any_order, mode(), apart)
     return choice.run(call, group, *args)
 

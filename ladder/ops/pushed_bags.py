@@ -56,7 +56,7 @@ def pushed(
         lambda: torch.tensor(before, dtype=torch.int32, device=first.device),
     )
     for n, each in enumerate(weights):
-        if capture.capturing() and not each.is_contiguous():
+        if not each.is_contiguous() and capture.capturing():
             raise UserError(
                 f"weights[{n}] is not contiguous, so a CUDA graph would read a copy of it; call "
                 f".contiguous() once, before the capture"

@@ -139,25 +139,22 @@ def staged_matmul_all_to_all(
 
 @implement("matmul_all_to_all_backward", "staged")
 def staged_matmul_all_to_all_backward(
-    group: dist.ProcessGroup, grad: Tensor, h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor
-) -> tuple[Tensor, Tensor]:
+    group: dist.ProcessGroup, grad: Tensor, h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor,
+    needs_h: bool, needs_W: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     of_y = staged_return_rows(group, grad, owned(owners, offsets))
-    experts = expert_rows(offsets, len(h))
-    return gradient_of_rows(of_y, W, experts), gradient_of_matrices(of_y, h, W, experts)
+    of_h, of_W = _gradients(h, W, needs_h, needs_W)
+    for n, expert in enumerate(expert_rows(offsets, len(h))):
+        if needs_h:
+            of_h[expert] = of_y[expert] @ W[n].t()
+        if needs_W:
+            of_W[n] = h[expert].t() @ of_y[expert]
+    return of_h, of_W
 
 
-def gradient_of_rows(of_y: Tensor, W: Tensor, experts: list[slice]) -> Tensor:
-    of_h = of_y.new_zeros(len(of_y), W.shape[1])
-    for expert, matrix in zip(experts, W, strict=True):
-        of_h[expert] = of_y[expert] @ matrix.t()
-    return of_h
-
-
-def gradient_of_matrices(of_y: Tensor, h: Tensor, W: Tensor, experts: list[slice]) -> Tensor:
-    of_W = W.new_zeros(W.shape)
-    for n, expert in enumerate(experts):
-        of_W[n] = h[expert].t() @ of_y[expert]
-    return of_W
+def _gradients(h: Tensor, W: Tensor, needs_h: bool, needs_W: bool) -> tuple[Tensor, Tensor]:
+    """Zeros for the gradients of h and W; [0] for one that is not needed."""
+    return h.new_zeros(h.shape if needs_h else 0), W.new_zeros(W.shape if needs_W else 0)
 
 
 def owned(owners: Tensor, offsets: Tensor) -> Tensor:
@@ -327,25 +324,29 @@ def _check_product_gradients(
 
 @operator("matmul_all_to_all_backward")
 def matmul_all_to_all_backward(
-    grad: Tensor, h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor, group_name: str
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor, group_name: str,
+    *, needs_h: bool = True, needs_W: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of h and W from that of the rows that matmul_all_to_all returned.
 
-    grad: [T, capacity, n]. The rest: as for matmul_all_to_all. It has no gradient itself.
+    grad: [T, capacity, n]. needs_h, needs_W: whether each is computed; else it is an empty tensor.
+    The rest: as for matmul_all_to_all. It has no gradient itself.
     """
     _check_product_gradients(grad, h, W, offsets, owners, group_name)
     shapes = grad.shape, h.shape, W.shape
     return execute(
-        "matmul_all_to_all_backward", group_name, grad, shapes, grad, h, W, offsets, owners
-    )
+        "matmul_all_to_all_backward", group_name, grad, shapes, grad, h, W, offsets, owners,
+        needs_h, needs_W,
+    )  # fmt: skip
 
 
 @matmul_all_to_all_backward.register_fake
 def _(
-    grad: Tensor, h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor, group_name: str
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor, group_name: str,
+    *, needs_h: bool = True, needs_W: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check_product_gradients(grad, h, W, offsets, owners, group_name)
-    return h.new_empty(h.shape), W.new_empty(W.shape)
+    return _gradients(h, W, needs_h, needs_W)
 
 
 def _matmul_all_to_all_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -355,16 +356,11 @@ def _matmul_all_to_all_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> 
 
 
 def _matmul_all_to_all_backward(ctx: Any, grad: Tensor, *others: Any) -> tuple[Any, ...]:
-    h, W, offsets, owners = ctx.saved_tensors
     needs_h, needs_W = ctx.needs_input_grad[:2]
-    if needs_h and needs_W:
-        both = matmul_all_to_all_backward(grad, h, W, offsets, owners, ctx.group)
-        return *both, None, None, None, None
-    of_y = return_rows(grad, owned(owners, offsets), ctx.group)
-    experts = expert_rows(offsets, len(h))
-    of_h = gradient_of_rows(of_y, W, experts) if needs_h else None
-    of_W = gradient_of_matrices(of_y, h, W, experts) if needs_W else None
-    return of_h, of_W, None, None, None, None
+    of_h, of_W = matmul_all_to_all_backward(
+        grad, *ctx.saved_tensors, ctx.group, needs_h=needs_h, needs_W=needs_W
+    )
+    return of_h if needs_h else None, of_W if needs_W else None, None, None, None, None
 
 
 matmul_all_to_all.register_autograd(

@@ -59,6 +59,7 @@ class EightBitReducer(AsyncReducer):
         return super().reduce(partial, blocking=True).wait()
 
     def reduce(self, partial: Tensor, blocking: bool = False) -> InFlight[Tensor]:
+        partial = partial.contiguous()  # so that its rows are itself, which is kept alive
         rows = partial.flatten(0, -2)
         if len(rows) <= MAX_ROWS:
             return super().reduce(partial, blocking)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -46,6 +47,7 @@ CASES = {
     "any of one island": ([(6, EIGHT), (4, EIGHT)], ISLANDS, None),
     "of two islands": ([(3, EIGHT), (4, EIGHT)], ISLANDS, "GPU 3 has no peer access to GPU 4"),
     "one GPU each": ([(0, [0]), (0, [1])], ISLANDS, "rank 0 does not see the GPU of rank 1"),
+    "one GPU for both": ([(0, EIGHT), (0, EIGHT)], ISLANDS, "ranks share a GPU"),
     "in another order": ([(0, [2, 1]), (0, [1, 2])], ISLANDS, None),
     "two hosts": ([(0, EIGHT), (0, [*range(8, 16)])], ISLANDS, "rank 0 does not see the GPU of"),
     "one of two has no link": ([(1, [0, 1]), (0, [0, 1])], set(), "GPU 1 has no peer access to"),
@@ -60,6 +62,7 @@ def asked(rank: int, world: int) -> None:
         with (
             seen(mine, visible, linked),
             mock.patch.object(access, "triton", object()),
+            mock.patch.object(torch.cuda, "device", contextlib.nullcontext),
         ):
             found = access.group_refusal(group, torch.device("cuda", mine))
         again = access.group_refusal(group, torch.device("cuda", mine))

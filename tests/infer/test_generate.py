@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from ladder.infer.command import CONTEXT, TokenPrinter
 from ladder.infer.engine import Completion, generate
@@ -182,19 +183,40 @@ def test_bad_sampling_is_refused(settings: dict, message: str) -> None:
         Sampling(**settings)
 
 
-def test_text_is_printed_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whole characters, as the whole text has them; a token costs the same behind a long text."""
-    text = "Zwölf Boxkämpfer jagen 日本 über den großen 🦊 Deich. " * 20
+TEXT = "Zwölf Boxkämpfer jagen 日本 မြန်မာဘာသာစကား über den großen 🦊 Deich. " * 20
+
+
+def byte_level() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=270, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
     )
-    tokenizer.train_from_iterator([text], trainer)
-    tokens = tokenizer.encode(text).ids
-    prompt, rest = tokens[:50], tokens[50:]
-    longest = 0
+    tokenizer.train_from_iterator([TEXT], trainer)
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama 2's: bytes that follow one another are decoded together, or not at all."""
+    names = [*(f"<0x{n:02X}>" for n in range(256)), "<unk>", "▁", *"abcdefgijklmnoprstuvwxyzBDZ."]
+    vocabulary = {name: n for n, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback])
+def test_text_is_printed_as_it_comes(
+    make_tokenizer: Callable[[], Tokenizer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole characters, as the whole text has them; a token costs the same behind a long text."""
+    tokenizer, longest = make_tokenizer(), 0
+    tokens = tokenizer.encode(TEXT).ids
+    assert tokenizer.decode(tokens) == TEXT
 
     class Counted:
         def decode(self, some: list[int]) -> str:
@@ -202,13 +224,17 @@ def test_text_is_printed_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None
             longest = max(longest, len(some))
             return tokenizer.decode(some)
 
-    printer = TokenPrinter(Counted(), prompt, "begun: ")
-    shown = ""
-    for number, token in enumerate(rest):
-        printer.add(number, token)
-        shown += capsys.readouterr().out
+    for given in range(40, 160, 7):
+        prompt, rest = tokens[:given], tokens[given:]
+        before = tokenizer.decode(prompt)
+        if before.endswith("\ufffd"):  # no prompt ends within a character
+            continue
+        printer = TokenPrinter(Counted(), prompt, "begun: ")
+        for number, token in enumerate(rest):
+            printer.add(number, token)
+        shown = capsys.readouterr().out
+        printer.end()
         assert "\ufffd" not in shown
-    printer.end()
-    shown += capsys.readouterr().out
-    assert shown == f"begun: {text[len(tokenizer.decode(prompt)) :]}\n"
-    assert longest < 2 * CONTEXT
+        assert shown + capsys.readouterr().out == f"begun: {TEXT[len(before) :]}\n"
+        assert len(shown) > len(TEXT) - len(before), "it came at the end"
+    assert longest < 4 * CONTEXT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,23 +37,28 @@ def block(
     return landed, rows, y, *both, expert, counts, overflow, bags
 
 
-def compared(rank: int, world_size: int) -> None:
+def compared(rank: int, world_size: int, frozen: tuple[int, ...]) -> None:
+    """frozen: the numbers of arguments without a gradient."""
     shapes = ((4, 3), (4, 3), (3,), (3, 5), (3, 5), (5, 3), (3, 2), (2, 3, 3))
 
     def run(function: object) -> list[Tensor]:
         leaves = [
-            random(*shape, seed=10 * rank + n, dtype=torch.float32).requires_grad_()
+            random(*shape, seed=10 * rank + n, dtype=torch.float32).requires_grad_(n not in frozen)
             for n, shape in enumerate(shapes)
         ]
         outputs = function(*leaves)  # type: ignore[operator]
         sum(each.square().sum() for each in outputs if each.requires_grad).backward()
-        return [*outputs, *(leaf.grad for leaf in leaves)]
+        return [*outputs, *(leaf.grad for leaf in leaves if leaf.requires_grad)]
 
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     for found, expected in zip(run(compiled), run(block), strict=True):
         torch.testing.assert_close(found, expected)
 
 
-def test_a_model_of_operators_compiles_into_one_graph(pools: Pools) -> None:
-    """A fake implementation with another shape than the real one fails this, too."""
-    pools(2).run(compared)
+@pytest.mark.parametrize("frozen", [(), (7,), (0, 1, 2, 3, 4, 5, 6)])
+def test_a_model_of_operators_compiles_into_one_graph(
+    pools: Pools, frozen: tuple[int, ...]
+) -> None:
+    """With frozen experts, and with all else frozen. A fake implementation with another shape than
+    the real one fails this, too."""
+    pools(2).run(compared, frozen)

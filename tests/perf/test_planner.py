@@ -48,15 +48,28 @@ def test_nothing_is_recommended_that_does_not_fit(tmp_path: Path, capsys: Out) -
     assert main(["predict", "llama-3-70b", *words[1:], "latency"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == (
-        "nothing fits 7.4 GiB of a GPU, of which weights alone take 32.9: take --weights fp8, or "
-        "give --machine more GPUs"
+        "nothing fits 7.4 GiB of a GPU; weights and reserve alone take 35.9: give --machine more "
+        "GPUs"
+    )  # nor in fp8
+    assert (
+        main(["predict", "llama-3-70b", "--machine", with_memory(tmp_path / "less.json", 36.0)])
+        == 0
+    )
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == (
+        "nothing fits 33.1 GiB of a GPU; weights and reserve alone take 35.9: take --weights fp8, "
+        "or give --machine more GPUs"
     )
     assert main(["predict", *words[:3], "--batch", "64", "--context", "8000"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == (
-        "nothing fits 7.4 GiB of a GPU: lower --batch or --context, or take --weights fp8, or give "
-        "--machine more GPUs"
+        "nothing fits 7.4 GiB of a GPU: lower --batch or --context, or give --machine more GPUs"
     )
+    words = ("llama-3-8b", "--train", "--machine", "h200x1", "--batch", "1", "--context", "128")
+    assert main(["predict", *words]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "weights, optimiser, gradients and reserve alone take 13" in last
+    assert last.endswith(": give --machine more GPUs")
 
 
 def test_the_most_sequences_that_fit_are_the_most(capsys: Out) -> None:

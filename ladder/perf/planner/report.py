@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from textwrap import fill
 from typing import Any
 
@@ -17,6 +17,7 @@ from ladder.perf.planner.subject import CHECKPOINT
 from ladder.plans import aligned
 
 NAMED = 4  # of those that are close
+FIXED = ("weights", "optimiser", "gradients", "reserve")  # of GPU memory, whatever the batch
 PHASES = {"decode": "decode steps after", "prefill": "prompts of", "train": "training steps of"}
 HEAD = ["plan", "TP", "way", "ms", "80 % interval", "tokens/s", "limited by", "exposed ms",
         "GiB", "basis"]  # fmt: skip
@@ -221,15 +222,17 @@ def nothing_fits(question: Question, rows: Sequence[Row]) -> str:
     if rows:
         return "nothing is recommended: a plan without communication is a bound and no model"
     head, *table = work(question).fit_table(question)
-    least = min(float(each[head.index("weights")]) for each in table)
-    remedies = ["give --machine more GPUs"]
-    if question.phase != "train" and question.weights == "bf16":
-        remedies.insert(0, "take --weights fp8")
-    said = f"nothing fits {room(question):.1f} GiB of a GPU"
+    fixed = [name for name in head if name in FIXED]
+    least = min(sum(float(each[head.index(name)]) for name in fixed) for each in table)
+    said, remedies = f"nothing fits {room(question):.1f} GiB of a GPU", ["give --machine more GPUs"]
     if least < room(question):
         remedies.insert(0, "lower --batch or --context")
     else:
-        said += f", of which weights alone take {least:.1f}"
+        said += f"; {', '.join(fixed[:-1])} and {fixed[-1]} alone take {least:.1f}"
+    if question.phase != "train" and question.weights == "bf16":
+        _, *smaller = work(question).fit_table(replace(question, weights="fp8"))
+        if any(each[head.index("fits")] == "yes" for each in smaller):
+            remedies.insert(0, "take --weights fp8")
     return f"{said}: {', or '.join(remedies)}"
 
 
