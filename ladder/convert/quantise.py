@@ -10,14 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ladder.reader import EMBEDDING, TensorReader
 from ladder.convert.weights import Made, Recipe, make
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.quantised import matrices, norms_of, quantise, refuse_sublayers
 from ladder.models.storage import QUANTISED, scale_dtype, scale_shape
 from ladder.models.transformer import meta_model, tensor_shapes
-from ladder.reader import HEAD
+from ladder.reader import EMBEDDING, HEAD, TensorReader
 
 
 def refuse_weights(config: ModelConfig, kind: str, to: str) -> None:
