@@ -151,6 +151,29 @@ def test_calls_in_flight(op: str, name: str, world: int) -> None:
     assert launch.run(provoked, (op, name), nproc=world) == 0
 
 
+def beyond() -> int:
+    """Through the dispatcher: offsets beyond the rows, of which the host does not know."""
+    device = launch.join("cuda")
+    group = dist.group.WORLD
+    for name in ("pushed", "grouped"):
+        for call in range(len(PRODUCTS)):
+            h, W, ends, owners, capacity = given_for(PRODUCT, call, device, torch.bfloat16)
+            at = torch.arange(len(owners), device=device)
+            owners = torch.where(at < ends[-1], owners, -1)
+            far = torch.where(ends == ends[-1], ends + 10**6, ends)
+            with ladder.ops.use(PRODUCT, name):
+                found = torch.ops.ladder.matmul_all_to_all(
+                    h, W, far, owners, capacity, group.group_name
+                )
+            check((name, call), flat(found), PRODUCT, (h, W, ends, owners, capacity))
+    return 0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_offsets_beyond_the_rows(world: int) -> None:
+    assert launch.run(beyond, (), nproc=world) == 0
+
+
 def bags() -> int:
     """Sums of any numbers, in the order of the indices; means; a result that is lent."""
     device = launch.join("cuda")
