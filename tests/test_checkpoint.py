@@ -20,6 +20,7 @@ from ladder.hf_config import config_from_huggingface, config_to_huggingface
 from ladder.infer.engine import generate
 from ladder.models import ModelConfig, UserError
 from ladder.parallel.sharding import local_parameters
+from ladder.reader import EMBEDDING
 from ladder.train.shards import write_file
 from tests.distributed import Pools, tp_mesh
 from tests.folders import LLAMA_3, SCALINGS, TOKENS, YARN, make, save_llama, save_ours
@@ -332,7 +333,7 @@ def test_boxes_of_a_damaged_file(tmp_path: Path, start: Any) -> None:
     file = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
     write_file(file, tensors, starts)
     load_model(tmp_path)
-    write_file(file, tensors, starts | {checkpoint.EMBEDDING: start})
+    write_file(file, tensors, starts | {EMBEDDING: start})
     with pytest.raises(UserError, match="lacks valid metadata of its shards"):
         load_model(tmp_path)
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
 
-from ladder.config import parse_json
 from ladder.data.sandbox import LONGEST, MEMORY, LimitError, Sandbox
 from ladder.data.tokenizer import (
     TEMPLATE,
     TOKENIZER_CONFIG,
     end_of_text,
     special_token,
+    tokenizer_config,
     tokenizer_file,
 )
 from ladder.models.errors import UserError, reason
@@ -149,8 +149,7 @@ def load_template(
 
     Raises UserError if there is no valid template.
     """
-    path = tokenizer.with_name(TOKENIZER_CONFIG)
-    config = _read_config(path) if path.is_file() else {}
+    path, config = tokenizer.with_name(TOKENIZER_CONFIG), tokenizer_config(tokenizer.parent)
     found = {name: special_token(config, name) for name in NAMES}
     names = {name: token for name, token in found.items() if token is not None}
     if "eos_token" not in names:
@@ -187,16 +186,6 @@ def open_template(folder: Path, tokenizer: Tokenizer, given: str | None) -> Chat
     if given is None:
         return None
     return load_template(tokenizer_file(folder), tokenizer, Path(given) if given else None)[0]
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({reason(error)}); copy it again") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} does not hold a JSON object; copy it again")
-    return config
 
 
 def _to_json(value: Any, **options: Any) -> str:

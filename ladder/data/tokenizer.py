@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from ladder.config import parse_json
 from ladder.files import hub_hint, make_folder, write_text
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, reason
 
 FILE = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"  # the format of older Llamas
@@ -32,6 +33,29 @@ TAME = frozenset(
      "BertNormalizer", "ByteLevel", "Prepend")
 )  # fmt: skip
 GROWTH, BLOCK = 32, 1024  # most characters made of one; characters that are checked at once
+
+
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's tokenizer_config.json, or {}, with its special tokens.
+
+    As in transformers, those of special_tokens_map.json come before a config without a list of
+    added tokens, as older versions wrote it; beside one with such a list they are not read. Raises
+    UserError for a damaged file.
+    """
+    config, older = (_object(folder / name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS))
+    return config if "added_tokens_decoder" in config else config | older
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({reason(error)}); copy it again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} does not hold a JSON object; copy it again")
+    return found
 
 
 def special_token(config: Mapping[str, Any], name: str) -> str | None:

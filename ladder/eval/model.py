@@ -22,15 +22,14 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
 
-from ladder.checkpoint import newest, read_json, read_stop_tokens
+from ladder.checkpoint import newest, read_stop_tokens
 from ladder.data.template import LeftOut, open_template
 from ladder.data.tokenizer import (
-    SPECIAL_TOKENS,
-    TOKENIZER_CONFIG,
     encode,
     end_of_text,
     load_tokenizer,
     special_token,
+    tokenizer_config,
 )
 from ladder.eval.scoring import Request, Score, score
 from ladder.infer.engine import Engine
@@ -261,17 +260,7 @@ def stopper(tokenizer: Tokenizer, until: list[str]) -> Callable[[int, list[int]]
 
 
 def _special(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:
-    """The id of `bos_token` or `eos_token` by a folder's files, or None.
-
-    As in transformers, special_tokens_map.json comes before a tokenizer_config.json without a list
-    of added tokens, as older versions wrote it; beside one with such a list it is not read.
-    """
-    config, older = (
-        read_json(path) if (path := folder / file).is_file() else {}
-        for file in (TOKENIZER_CONFIG, SPECIAL_TOKENS)
-    )
-    if "added_tokens_decoder" not in config:
-        config |= older
-    token = special_token(config, name)
+    """The id of `bos_token` or `eos_token` by a folder's files, or None."""
+    token = special_token(tokenizer_config(folder), name)
     found = None if token is None else tokenizer.token_to_id(token)
     return None if found is None else int(found)
