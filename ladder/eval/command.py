@@ -131,26 +131,27 @@ def _compare(
     columns: dict[str, list[results.Metric]] = {}
     models: dict[str, dict[str, Any]] = {}
     rows: list[list[str]] = []
-    kept = False
+
+    def run(name: str, folder: Path) -> None:
+        columns[name], models[name] = _run(options, device, name, folder, tasks)
+        if launch.rank() == 0:
+            facts = _facts(options, device, models, [*folders][len(models) :])
+            rows[:] = write_results(columns, tasks["group_map"], facts, models, index, out)
+
+    first, *others = folders.items()
+    with _written(out, own) as data:
+        tasks, index = _load_tasks(options, chosen, own, data)
+        run(*first)
     try:
-        with contextlib.ExitStack() as stack:
-            data = stack.enter_context(_written(out, own))
-            tasks, index = _load_tasks(options, chosen, own, data)
-            for name, folder in folders.items():
-                columns[name], models[name] = _run(options, device, name, folder, tasks)
-                if launch.rank() == 0:
-                    facts = _facts(options, device, models, [*folders][len(models) :])
-                    rows = write_results(columns, tasks["group_map"], facts, models, index, out)
-                stack.close()  # the data stays beside the results, whatever follows
-                kept = True
+        for each in others:
+            run(*each)
     except BaseException as error:
-        if kept:
-            if rows:
-                print(aligned(rows), flush=True)
-            error.add_note(f"{out / RESULTS} has the results of the models that were finished")
+        error.add_note(f"{out / RESULTS} has the results of the models that were finished")
         raise
+    finally:
+        if rows:
+            print(aligned(rows), flush=True)
     if rows:
-        print(aligned(rows))
         print(f"{out / RESULTS}, {out / MARKDOWN}")
 
 
