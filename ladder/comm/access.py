@@ -30,9 +30,7 @@ def push_refusal(processes: int) -> str | None:
     mine, visible = torch.cuda.current_device(), torch.cuda.device_count()
     first = mine // processes * processes
     if first + processes > visible:
-        return (
-            f"GPU {mine} of {visible} has no {processes} neighbours, a multiple of {processes} on"
-        )
+        return f"the {visible} GPUs are no whole groups of {processes}, and GPU {mine} is in none"
     return _unreachable(mine, list(range(first, first + processes)))
 
 

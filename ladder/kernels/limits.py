@@ -5,3 +5,9 @@ CHUNK = 1024  # elements of a row per program of a landing, unless it makes piec
 MAX_SUMS, MAX_OWNS = 2, 2  # of a landing
 MAX_ADDENDS = 8  # of `ladder.kernels.norm`
 PIECE = 2**26  # elements of a weight in 8 bits that are converted at once: enough to fill a GPU
+UNIT = 16  # bytes at whose multiples the elements and scales of messages in 8 bits begin
+
+
+def message_bytes(size: int) -> int:
+    """The bytes of a message in 8 bits (`ladder.kernels.messages`) for a row of `size` elements."""
+    return -(-size // UNIT) * UNIT + UNIT

@@ -14,23 +14,22 @@ from torch import Tensor
 
 from ladder.jit import begin, jit, kernel, launch, on_triton, tl, triton
 from ladder.kernels.eight_bits import fitting_exponent, power, to_e4m3, widened
+from ladder.kernels.limits import UNIT, message_bytes
 from ladder.kernels.norm import MAX_SIZE
 from ladder.models.errors import UserError
 from ladder.models.storage import QUANTISED, rounded
 
-UNIT = 16  # bytes at whose multiples elements and scales begin
-
 
 def scale_at(size: int) -> int:
     """Where in a message's row its scale begins, of rows of `size` elements."""
-    return -(-size // UNIT) * UNIT
+    return message_bytes(size) - UNIT
 
 
 def _message(rows: int, size: int, like: Tensor) -> Tensor:
     """An empty message; as float32, since the scales are written so."""
     if not 1 <= size <= MAX_SIZE:
         raise UserError(f"rows have {size} columns; messages in 8 bits have 1 to {MAX_SIZE}")
-    return torch.empty(rows, (scale_at(size) + UNIT) // 4, dtype=torch.float32, device=like.device)
+    return torch.empty(rows, message_bytes(size) // 4, dtype=torch.float32, device=like.device)
 
 
 def _scales(message: Tensor, size: int) -> Tensor:
@@ -169,7 +168,7 @@ def _launch(kernel, programs: int, like: Tensor, *args, size: int, kind: str, **
     block = triton.next_power_of_2(size)
     launch(
         kernel, (programs,), like.device, *args, D=size, AT=scale_at(size),
-        STRIDE=scale_at(size) + UNIT, INT8=kind == "int8", BLOCK=block,
+        STRIDE=message_bytes(size), INT8=kind == "int8", BLOCK=block,
         num_warps=max(1, min(16, block // 512)), **meta,
     )  # fmt: skip
 

@@ -71,6 +71,7 @@ REDUCERS = {
     "decode": Capabilities(".decode:DecodeReducer", base=False),
 }
 TRAINING = tuple(name for name, each in REDUCERS.items() if each.base and each.backward)
+ROUNDING = tuple(name for name, each in REDUCERS.items() if each.rounds)
 # `fused` is for prompts: a model's own reducer is then that of `auto` (see `inference_base`).
 INFERENCE = (
     *(n for n, each in REDUCERS.items() if each.base and not each.shards_residual),

@@ -18,16 +18,10 @@ from ladder.models.in_flight import InFlight
 from ladder.models.plan import Plan
 from ladder.models.ranks import Ranks
 from ladder.parallel.reducers import AsyncReducer
+from ladder.parallel.refusals import rounding_refusal
 
 if TYPE_CHECKING:
     from ladder.models.runtime import Runtime
-
-
-def rounding_refusal(plan: Plan) -> str | None:
-    """The reason why this plan's reduces cannot be in 8 bits, or None."""
-    if all(record.reduce != "residual" for record in plan.sublayers):
-        return None
-    return "some of its reduces sum the residual itself, which 8 bits would round again and again"
 
 
 class EightBitReducer(AsyncReducer):

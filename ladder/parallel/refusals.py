@@ -39,3 +39,10 @@ def fused_refusal(plan: Plan, ranks: Ranks) -> str | None:
     if any(sums_in_products(plan, n) for n in range(len(plan.sublayers))):
         return None
     return f"no product of it waits for its own sum alone ({refusal})"
+
+
+def rounding_refusal(plan: Plan) -> str | None:
+    """The reason why this plan's reduces cannot be in 8 bits, or None."""
+    if all(record.reduce != "residual" for record in plan.sublayers):
+        return None
+    return "some of its reduces sum the residual itself, which 8 bits would round again and again"

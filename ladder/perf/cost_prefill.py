@@ -16,11 +16,11 @@ from ladder.costs import (
     product_shapes,
     stored_bytes,
 )
-from ladder.kernels.limits import MAX_ROWS, PIECE
+from ladder.kernels.limits import MAX_ROWS, PIECE, message_bytes
 from ladder.models.config import ModelConfig
 from ladder.parallel.overlap import prompt_mode
 from ladder.perf.fused import Inside
-from ladder.perf.graph import COMM, FUSED, MAIN, Operation
+from ladder.perf.graph import COMM, FUSED, MAIN, ROUNDED, Operation
 from ladder.perf.grid import FILL, SQUARE, matrix_rate
 from ladder.perf.machine import Basis, Estimate, Machine
 from ladder.perf.power import power_share
@@ -80,6 +80,8 @@ class PromptCost:
             return Estimate(self.gap, "interpolated")
         if operation.algorithm == FUSED:
             return self.fused(kind, operation.part, any_order=False, lands=True)
+        if operation.algorithm == ROUNDED:
+            return self.rounded(rows)
         if kind == "all-reduce":
             nbytes = BF16 * self.config.hidden_size * rows
             found = self.machine.curve("all-reduce", algorithm=operation.algorithm).at(nbytes)
@@ -110,6 +112,20 @@ class PromptCost:
             sent = operation.tensors * self.tensor(rows) / (self.tp - 1)
             return self.machine.curve("all-reduce", algorithm="push").at(sent)
         return self.moved(operation.tensors * self.tensor(rows))
+
+    def rounded(self, rows: int) -> Estimate:
+        """An all-reduce in 8 bits (`ladder.parallel.eight_bits`): one gather of all ranks' messages
+        of two ranks, an all-to-all, which moves as much as a gather, and a gather of more."""
+        width = self.config.hidden_size
+        message = message_bytes(width)
+        two = self.tp == 2
+        gather = self.machine.nccl("all-gather", (2.0 if two else 1.0) * rows * message)
+        # A row of the partial is rounded, and one of the sum restored from what both ranks sent, or
+        # from the sum, of which each rank has added and rounded its share.
+        shares = 0.0 if two else (BF16 * width + self.tp * message) / self.tp
+        moved = rows * (2 * BF16 * width + (3 if two else 2) * message + shares)
+        us = (1 if two else 2) * gather.us + moved / self.memory
+        return Estimate(us + (4 if two else 6) * self.gap, "extrapolated")
 
     def exchange(self, transport: str, landed: int) -> Estimate | None:
         """What moving rows there and back takes of an exchange as it was measured, beside its two

@@ -21,6 +21,7 @@ from ladder.models.ranks import Ranks
 from ladder.parallel.refusals import sharded_refusal
 
 FUSED = "fused"  # the algorithm of an exchange inside of a product
+ROUNDED = "8 bits"  # of an all-reduce whose messages are rounded, by NCCL
 MAIN, SIDE, COMM, DATA = "main", "side", "communication", "data parallel"
 COPIES = "copies of shards"  # gradients of HSDP, between copies of a shard
 SECOND = "second"  # of a decode step, for sublayers beside those on MAIN

@@ -21,7 +21,7 @@ from ladder.models.errors import unknown
 from ladder.models.plan import Landing, Plan
 from ladder.parallel.dispatch import PREFILL_TRANSPORTS
 from ladder.parallel.refusals import sums_in_products
-from ladder.perf.graph import COMM, FUSED, LAST, MAIN, SIDE, Graph, Loop
+from ladder.perf.graph import COMM, FUSED, LAST, MAIN, ROUNDED, SIDE, Graph, Loop
 
 FIRST = {"attention": "qkv", "mlp": "gate-up", "attention+mlp": "qkv"}
 
@@ -30,8 +30,8 @@ FIRST = {"attention": "qkv", "mlp": "gate-up", "attention+mlp": "qkv"}
 class Way:
     """How a prefill reduces. ranks: of the group. transport: of `ladder.comm.transports`, or "" for
     a residual that is whole on every rank. large, small: the algorithms that sum the partials of
-    all tokens, and of one of each sequence: nccl, push or two-shot. fused: whether exchanges that
-    block are inside products."""
+    all tokens, and of one of each sequence: nccl, push, two-shot, or ROUNDED. fused: whether
+    exchanges that block are inside products."""
 
     ranks: int
     transport: str = ""
@@ -236,8 +236,9 @@ class _Prefill(Loop):
         elif plan.own_needed[n] and partial == self.owns[n]:
             partial = self._elementwise([partial], 2, n)
         algorithm = self.way.small if self.few else self.way.large
-        on_main = algorithm != "nccl" and plan.blocking[n] and not self.in_flight
-        if algorithm != "nccl" and not on_main:
+        ours = algorithm not in ("nccl", ROUNDED)
+        on_main = ours and plan.blocking[n] and not self.in_flight
+        if ours and not on_main:
             self.in_flight.add(n)
         self.starts[n] = self.graph.add(
             "all-reduce", [partial], sublayer=n, output=n, few=self.few, algorithm=algorithm,

@@ -205,9 +205,9 @@ def _former(name: str) -> Machine:
 
 
 def _rings(machine: Machine) -> list[Curve]:
-    """NCCL's collectives of all GPUs over the declared link."""
-    whole, curves = group(machine.links, machine.gpus, 1), []
-    for kind in COLLECTIVES:
+    """NCCL's collectives of all GPUs: those of its file, and others over the declared link."""
+    whole, curves = group(machine.links, machine.gpus, 1), [*machine.curves]
+    for kind in {*COLLECTIVES} - {each.name for each in curves}:
         exchange = whole.all_reduce if kind == "all-reduce" else whole.gather
         points = tuple((size, 1e6 * exchange(size)) for size in SIZES)
         about = f"declared: collectives as rings over the links of {machine.name}"

@@ -8,19 +8,20 @@ from functools import cached_property
 
 from ladder.bench.training.points import parse_layout
 from ladder.costs import BF16
+from ladder.kernels.limits import MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.plan import Plan
 from ladder.models.ranks import Ranks
-from ladder.parallel.choose import choose
+from ladder.parallel.choose import ROUNDING, choose
 from ladder.parallel.dispatch import load_dispatch
 from ladder.parallel.overlap import Overlap, prompt_mode
-from ladder.parallel.refusals import fused_refusal, sharded_refusal
+from ladder.parallel.refusals import fused_refusal, rounding_refusal, sharded_refusal
 from ladder.perf.cost import DecodeCost, check_context, check_reducer
 from ladder.perf.cost_prefill import PromptCost
 from ladder.perf.cost_training import TrainingCost, TrainingShape
 from ladder.perf.fused import check_weights
-from ladder.perf.graph import FUSED, REDUCES, Graph, Operation, forward, training
+from ladder.perf.graph import FUSED, REDUCES, ROUNDED, Graph, Operation, forward, training
 from ladder.perf.lower_prefill import Way
 from ladder.perf.lower_prefill import prefill as lower_prefill
 from ladder.perf.machine import Basis, Estimate, Machine, worst
@@ -169,14 +170,17 @@ def prefill(
 ) -> Prediction:  # fmt: skip
     """The prefill of `batch` prompts of `prompt` tokens each, as the fused engine runs it.
 
-    reducer: push, async (NCCL) or fused. inside: with push, whether fused operators run where the
-    tables name them, as the engine has it; otherwise copies between products do. Raises UserError
-    as `decode` does, and for a plan that fused operators refuse.
+    reducer: push, async (NCCL), fused, or one of ROUNDING. inside: with push, whether fused
+    operators run where the tables name them, as the engine has it; otherwise copies between
+    products do. Raises UserError as `decode` does, and for a plan that the reducer refuses.
     """
     config.check_divides(tp, "--tp")
     _check_tokens(config, batch, prompt)
     if reducer == FUSED:
         check_weights(weights)
+    elif reducer in ROUNDING:
+        if refusal := rounding_refusal(config.plan):
+            raise UserError(f"--reducers {reducer} with plan {config.plan.name!r}: {refusal}")
     else:
         check_reducer(reducer)
     machine = for_degree(machine, tp)
@@ -192,7 +196,8 @@ def prefill(
         if tp == 1:
             return max(times.total, _launched(graph, cost))
         plan = config.plan.as_no_comm()
-        base = "push" if reducer == FUSED else reducer  # there is nothing to fuse
+        # there is nothing to fuse, nor to round
+        base = {FUSED: "push", **dict.fromkeys(ROUNDING, "async")}.get(reducer, reducer)
         way = prompt_way(config, plan, machine.gpu, tp, base, (batch, prompt), weights)
         alone = lower_prefill(plan, way)
         return max(_limited(alone, cost).total, _launched(alone, cost))
@@ -219,6 +224,8 @@ def _virtual(
     refusal = fused_refusal(config.plan, Ranks(tp * held, 0, held)) if reducer == FUSED else None
     if weights != "bf16":
         refusal = f"--weights={weights} is not predicted there"
+    if reducer in ROUNDING:
+        refusal = f"--reducers {reducer} is not predicted there"
     if refusal:
         raise UserError(f"--tp={tp} with T {tp * held}, {held} virtual ranks each: {refusal}")
     table = load_dispatch(machine.gpu, tp) if reducer == "push" and tp > 1 else None
@@ -269,7 +276,10 @@ def prompt_way(
 
     chosen = choose("prefill", plan, Ranks(tp), shape, token, table, reducer, overlaps=overlaps)
     if table is None:
-        return Way(tp)
+        counts = shape[0] * shape[1], shape[0]  # of tokens, all and the last of each sequence
+        rounds = [reducer in ROUNDING and count > MAX_ROWS for count in counts]
+        large, small = (ROUNDED if each else "nccl" for each in rounds)
+        return Way(tp, "", large, small)
     large = table.pick(token * shape[0] * shape[1])
     small = table.pick(token * shape[0])
     return Way(tp, chosen.transport, large, small, chosen.reducer == FUSED)

@@ -83,4 +83,4 @@ def test_gpus_without_so_many_neighbours_are_refused(mine: int, ranks: int) -> N
     with seen(mine, EIGHT, pairs(EIGHT)), mock.patch.object(access, "triton", object()):
         found = access.push_refusal(ranks)
     assert found is not None
-    assert f"GPU {mine} of 8 has no {ranks} neighbours" in found
+    assert f"the 8 GPUs are no whole groups of {ranks}, and GPU {mine} is in none" in found

@@ -19,7 +19,7 @@ from ladder.perf import nodes, phases
 from ladder.perf.cost_prefill import PromptCost
 from ladder.perf.cost_training import TrainingCost
 from ladder.perf.graph import COPIES, DATA, training
-from ladder.perf.machine import BETWEEN_GPUS, Link
+from ladder.perf.machine import BETWEEN_GPUS, Estimate, Link
 from ladder.perf.machine_files import load as load_measured
 from ladder.perf.machine_files import shipped, write
 from ladder.perf.memory import local_parameters
@@ -247,7 +247,7 @@ def test_decoding_on_a_declared_machine_is_extrapolated(capsys: Out) -> None:
 
 
 def test_gpus_without_access_to_each_other_reduce_through_the_host(capsys: Out) -> None:
-    """By rings over the declared link, at every TP degree, and never by NVLink's curves."""
+    """By rings over the declared link, two by what was measured, and never by NVLink's curves."""
     apart = load("h200x4-no-p2p")
     assert without_peers(apart)
     assert not any(map(without_peers, (load("h200x4"), load("h200x1"), NODE)))
@@ -256,7 +256,9 @@ def test_gpus_without_access_to_each_other_reduce_through_the_host(capsys: Out) 
     for size, us in curve.points:
         assert us == pytest.approx(8.4 + 2 * (3 * step + size * 3 / 4 / rate))
     two = for_degree(apart, 2).curve("all-reduce", algorithm="nccl")
-    assert two.at(2.0**20).us == pytest.approx(8.4 + 2 * (step + 2.0**20 / 2 / rate))
+    assert two.at(2.0**20) == Estimate(65.3, "extrapolated")  # on another host
+    rings = for_degree(apart, 2).curve("reduce-scatter", algorithm="nccl")  # was not measured
+    assert rings.at(2.0**20).us == pytest.approx(8.4 + step + 2.0**20 / 2 / rate)
     measured = replace(load("h200x4"), links=(), curves=tuple(
         each for each in load("h200x4").curves if each.where.get("algorithm") != "push"
     ))  # fmt: skip
@@ -283,6 +285,47 @@ def test_records_are_of_machines_with_access_to_peers_or_without(capsys: Out) ->
     assert sum(errors) / len(errors) < 0.05
     assert main(["predict", "validate", record]) == 2
     assert "24 without access to peers' memory" in capsys.readouterr().err
+
+
+def test_prompts_with_sums_in_8_bits(capsys: Out) -> None:
+    """As measured on two GPUs that reach each other by the host: what 8 bits save, and how long."""
+    record = Path("benchmarks/results/2026-11-30-eight-bits-no-p2p-h200x2.jsonl")
+    measured: dict[tuple[str, str, int], float] = {}
+    for each in map(json.loads, record.read_text().splitlines()):
+        point = each["point"]
+        if not point["no_comm"]:
+            key = point["plan"], point["reducer"], point["batch"]
+            measured[key] = each["result"]["prefill_ms"]
+    words = ["half-8b", "--machine", "h200x2-no-p2p", "--prefill", "--batch", "1", "16", "64"]
+    words += ["--tp", "2", "--plans", "standard", "ladder", "desync-2x", "--reducers", "async"]
+    assert main(["predict", *words, "async-int8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {(row["plan"], row["way"], row["batch"]): row["us"] / 1e3 for row in found["rows"]}
+    for plan, most in (("standard", 0.05), ("ladder", 0.16)):
+        for batch in (1, 16, 64):
+            one, small = ((plan, way, batch) for way in ("async", "async-int8"))
+            assert rows[small] == pytest.approx(measured[small], rel=most)
+            saved = rows[one] / rows[small]
+            assert saved == pytest.approx(measured[one] / measured[small], rel=0.05)
+    assert ("desync-2x", "async-int8", 16) not in rows
+    assert any("desync-2x at TP 2: not by async-int8 (some of its" in x for x in found["left_out"])
+    assert found["command"].endswith("--nproc 2")
+    assert "--reducers async-int8 " in found["command"]
+    assert main(["predict", "half-8b", "--reducers", "async-int8"]) == 2
+    error = capsys.readouterr().err
+    assert "--reducers async-int8 is of prompts: decode steps run as with async; give" in error
+
+
+def test_of_more_ranks_sums_in_8_bits_are_exchanged_twice() -> None:
+    """An all-to-all and a gather, each of all rows once: half the bytes of an all-reduce."""
+    config, machine = model_config("llama-3-8b"), load("h200x4-no-p2p")
+    costs = [PromptCost(config, for_degree(machine, tp), tp, 64, 1024) for tp in (2, 4)]
+    for cost in costs:
+        gather = cost.machine.nccl("all-gather", 2 * 65536 * 4112 / (2 if cost.tp > 2 else 1)).us
+        found = cost.rounded(65536).us / ((2 if cost.tp > 2 else 1) * gather)
+        assert 1 < found < 1.05
+        whole = cost.machine.nccl("all-reduce", 65536 * 8192).us
+        assert 0.45 < cost.rounded(65536).us / whole < 0.6
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ from ladder.models.presets import resolve_plan
 from ladder.models.ranks import Ranks
 from ladder.models.storage import QUANTISED
 from ladder.parallel.choose import INFERENCE, REDUCERS
-from ladder.parallel.eight_bits import rounding_refusal
-from ladder.parallel.refusals import fused_refusal
+from ladder.parallel.refusals import fused_refusal, rounding_refusal
 
 CHECKPOINT = "checkpoint"  # the name of a checkpoint's own plan, with its weights
 SHAPE_PLANS = ("standard", "ladder", "none")

@@ -8,8 +8,10 @@ from ladder.infer.refusals import shape_refusals
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
+from ladder.models.plan import Plan
 from ladder.models.ranks import Ranks
-from ladder.parallel.refusals import fused_refusal
+from ladder.parallel.choose import ROUNDING
+from ladder.parallel.refusals import fused_refusal, rounding_refusal
 from ladder.perf import lower_prefill, memory, phases
 from ladder.perf.cost import WAY
 from ladder.perf.fused import check_weights
@@ -47,16 +49,17 @@ def check(question: Question) -> None:
         if not 1 <= batch <= most:
             why = ", as fused decode steps have; split it into steps" if most == MAX_ROWS else ""
             raise UserError(f"--batch={batch} must be 1 to {most:,}{why}")
-    able = REDUCERS
-    if FUSED in question.reducers:
-        if question.phase == "decode":
+    for reducer in (FUSED, *ROUNDING):
+        if reducer in question.reducers and question.phase == "decode":
+            as_with = "push" if reducer == FUSED else "async"
             raise UserError(
-                "--reducers fused is of prompts: decode steps run as with push; give --prefill, or "
-                "leave it out"
+                f"--reducers {reducer} is of prompts: decode steps run as with {as_with}; give "
+                f"--prefill, or leave it out"
             )
+    if FUSED in question.reducers:
         check_weights(question.weights)
-        able = (*able, FUSED)
-    check_names("reducer of --reducers", question.reducers, able)
+    prompts = (FUSED, *ROUNDING) if question.phase == "prefill" else ()
+    check_names("reducer of --reducers", question.reducers, (*REDUCERS, *prompts))
 
 
 def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
@@ -82,12 +85,11 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
                     left_out.add(plan, "TP 1", WHOLE if config.plan.no_comm else ALONE)
                 continue
             alone = tp == 1 or config.plan.no_comm
-            plain = [each for each in reducers if each != FUSED]
+            plain = [each for each in reducers if each in REDUCERS]
             for reducer in (plain or REDUCERS)[:1] if alone else reducers:
                 held = Ranks(degree, 0, degree // tp)
-                refusal = fused_refusal(config.plan, held) if reducer == FUSED else None
-                if refusal:
-                    left_out.add(plan, f"TP {tp}", f"not by fused operators ({refusal})")
+                if refusal := _reducer_refusal(reducer, config.plan, held):
+                    left_out.add(plan, f"TP {tp}", refusal)
                     continue
                 for batch in dict.fromkeys(question.batches):
                     asked = question, config, tp, batch, plain
@@ -96,6 +98,16 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
                         left_out.add(plan, f"TP {tp} with batch {batch}", why)
                         continue
                     yield Candidate(plan, config, tp, reducer if tp > 1 else "", batch)
+
+
+def _reducer_refusal(reducer: str, plan: Plan, ranks: Ranks) -> str | None:
+    """The reason why prompts of this plan and these ranks cannot be by it, or None."""
+    if reducer == FUSED and (refusal := fused_refusal(plan, ranks)):
+        return f"not by fused operators ({refusal})"
+    if reducer in ROUNDING:
+        refusal = "virtual ranks" if ranks.held > 1 else rounding_refusal(plan)
+        return f"not by {reducer} ({refusal})" if refusal else None
+    return None
 
 
 def _same(

@@ -57,7 +57,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, nargs="+", help="tensor-parallel degrees (all)")
     parser.add_argument("--tp-degree", type=int, help="T of plans that depend on it (that of --tp)")
     parser.add_argument(
-        "--reducers", nargs="+", help="push, async: NCCL; of prompts also fused (push async)"
+        "--reducers",
+        nargs="+",
+        help="push, async: NCCL; of prompts also fused, async-fp8, async-int8 (push async)",
     )
     parser.add_argument(
         "--weights",
