@@ -25,8 +25,8 @@ def test_output_without_room_is_one_line(
         assert main(["plans", *words]) == 1
         full.flush()  # as at Python's exit: nothing is kept that cannot be written
     assert capsys.readouterr().err == (
-        "error: the output cannot be written: No space left on device; make room, or write "
-        "elsewhere\n"
+        "error: the output, or a file, cannot be written: No space left on device; make "
+        "room, or write elsewhere\n"
     )
 
 

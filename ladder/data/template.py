@@ -19,7 +19,7 @@ from ladder.data.tokenizer import (
     TEMPLATE,
     TOKENIZER_CONFIG,
     end_of_text,
-    special_token,
+    special_tokens,
     tokenizer_config,
     tokenizer_file,
 )
@@ -27,7 +27,6 @@ from ladder.models.errors import UserError, reason
 
 Message = dict[str, Any]  # role and content; one with weight 0 is not learnt
 MARK = "END_OF_LAST_MESSAGE "  # a text that occurs in no conversation
-NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")  # special tokens that templates use
 
 
 class LeftOut(Exception):
@@ -150,15 +149,15 @@ def load_template(
     Raises UserError if there is no valid template.
     """
     path, config = tokenizer.with_name(TOKENIZER_CONFIG), tokenizer_config(tokenizer.parent)
-    found = {name: special_token(config, name) for name in NAMES}
-    names = {name: token for name, token in found.items() if token is not None}
+    names = special_tokens(tokenizer.parent)
     if "eos_token" not in names:
         names["eos_token"] = encoder.id_to_token(end_of_text(encoder))
+    if not config.get("eos_token"):
         config["eos_token"] = names["eos_token"]
     if encoder.token_to_id(names["eos_token"]) is None:
         raise UserError(
-            f"{path} has eos_token={names['eos_token']!r}, which {tokenizer} does not know; copy "
-            f"both files again"
+            f"{tokenizer.parent} has eos_token={names['eos_token']!r}, which {tokenizer} does not "
+            f"know; copy the tokenizer's files again"
         )
     file = given or tokenizer.with_name(TEMPLATE)
     if given is not None or file.is_file():

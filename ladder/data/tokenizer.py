@@ -21,6 +21,7 @@ FILE = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"  # the format of older Llamas
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # optional, beside FILE
 SPECIAL_TOKENS = "special_tokens_map.json"  # optional, of older versions of transformers
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")  # that templates use
 EOS = "<|endoftext|>"
 # End-of-text tokens of byte-level tokenizers (Llama 3, RoBERTa), in the order that they are tried.
 EOS_TOKENS = (EOS, "<|end_of_text|>", "</s>")
@@ -36,14 +37,26 @@ GROWTH, BLOCK = 32, 1024  # most characters made of one; characters that are che
 
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's tokenizer_config.json, or {}, with its special tokens.
+    """The content of a folder's tokenizer_config.json, or {}. Raises UserError if it is damaged."""
+    return _object(folder / TOKENIZER_CONFIG)
 
-    As in transformers, those of special_tokens_map.json come before a config without a list of
-    added tokens, as older versions wrote it; beside one with such a list they are not read. Raises
-    UserError for a damaged file.
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The texts of a folder's special tokens, by their names in SPECIAL_NAMES.
+
+    As in transformers, those of special_tokens_map.json come before a tokenizer_config.json without
+    a list of added tokens, as older versions wrote it; beside one with such a list they are not
+    read. Raises UserError for a damaged file.
     """
-    config, older = (_object(folder / name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS))
-    return config if "added_tokens_decoder" in config else config | older
+    config, older = tokenizer_config(folder), _object(folder / SPECIAL_TOKENS)
+    config = config if "added_tokens_decoder" in config else config | older
+    found = {}
+    for name in SPECIAL_NAMES:
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            found[name] = text
+    return found
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -56,13 +69,6 @@ def _object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{path} does not hold a JSON object; copy it again")
     return found
-
-
-def special_token(config: Mapping[str, Any], name: str) -> str | None:
-    """The text of a special token, such as `eos_token`, in a tokenizer's config."""
-    value = config.get(name)
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> int:

@@ -28,8 +28,7 @@ from ladder.data.tokenizer import (
     encode,
     end_of_text,
     load_tokenizer,
-    special_token,
-    tokenizer_config,
+    special_tokens,
 )
 from ladder.eval.scoring import Request, Score, score
 from ladder.infer.engine import Engine
@@ -261,6 +260,6 @@ def stopper(tokenizer: Tokenizer, until: list[str]) -> Callable[[int, list[int]]
 
 def _special(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:
     """The id of `bos_token` or `eos_token` by a folder's files, or None."""
-    token = special_token(tokenizer_config(folder), name)
+    token = special_tokens(folder).get(name)
     found = None if token is None else tokenizer.token_to_id(token)
     return None if found is None else int(found)

@@ -41,7 +41,7 @@ def told(error: Exception) -> tuple[int, str]:
             flush()
         except OSError:
             discard()
-        what = "the output" if path == "None" else path  # to write to a file names none
+        what = "the output, or a file," if path == "None" else path  # one that is open has no name
         remedy = "make room, or write elsewhere"
         return 1, f"error: {what} cannot be written: {os.strerror(number)}; {remedy}\n"
     return 1, traceback.format_exc()

@@ -29,6 +29,7 @@ from ladder.costs import (
     layer_weight_bytes,
     process_parameters,
 )
+from ladder.kernels.limits import message_bytes
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.ranks import Ranks
@@ -119,10 +120,11 @@ def weight_bytes(config: ModelConfig, tp: int, weights: str) -> float:
 
 def inference(
     config: ModelConfig, tp: int, batch: int, prompt: int, length: int, weights: str = "bf16",
-    gpu: str = "",
+    gpu: str = "", rounds: bool = False,
 ) -> Memory:  # fmt: skip
     """Memory of an engine's session. length: tokens in the cache of each sequence. weights: as
-    stored, see `ladder.costs`. gpu: its name, by which prompts may run by fused operators."""
+    stored, see `ladder.costs`. gpu: its name, by which prompts may run by fused operators. rounds:
+    whether the sums of prompts are in 8 bits."""
     capacity = min(math.ceil(length / CAPACITY_STEP) * CAPACITY_STEP, config.max_seq_len)
     if length > config.max_seq_len:
         raise UserError(
@@ -134,9 +136,16 @@ def inference(
         cache=cache_bytes(config, tp, batch * capacity),
         activations=batch * prompt * prompt_activations(config, tp)
         + 6 * batch * config.vocab_size / tp
-        + slot_bytes(config, gpu, tp, batch * prompt),
+        + slot_bytes(config, gpu, tp, batch * prompt)
+        + rounds * batch * prompt * rounded_bytes(config.hidden_size),
         reserve=WORKSPACES,
     )
+
+
+def rounded_bytes(size: int) -> int:
+    """What a sum in 8 bits holds of a token (`ladder.parallel.eight_bits`): its message, two more
+    of the ranks, and the sum."""
+    return 3 * message_bytes(size) + BF16 * size
 
 
 def held_by_session(config: ModelConfig, tp: int, batch: int, prompt: int, length: int) -> float:

@@ -207,7 +207,8 @@ def _former(name: str) -> Machine:
 def _rings(machine: Machine) -> list[Curve]:
     """NCCL's collectives of all GPUs: those of its file, and others over the declared link."""
     whole, curves = group(machine.links, machine.gpus, 1), [*machine.curves]
-    for kind in {*COLLECTIVES} - {each.name for each in curves}:
+    there = {each.name for each in curves}
+    for kind in (each for each in COLLECTIVES if each not in there):
         exchange = whole.all_reduce if kind == "all-reduce" else whole.gather
         points = tuple((size, 1e6 * exchange(size)) for size in SIZES)
         about = f"declared: collectives as rings over the links of {machine.name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import pickle
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ladder.data.batches import PackedWindows
 from ladder.data.encoded import ANSWER, BEGINS
 from ladder.data.packing import pack
 from ladder.data.prepared import open_data
-from ladder.data.template import ChatTemplate, LeftOut
+from ladder.data.template import ChatTemplate, LeftOut, load_template
 from ladder.data.tokenizer import load_tokenizer
 from ladder.models import UserError
 from ladder.models.documents import starts_of
@@ -31,6 +32,23 @@ def tokenizer(corpus: Path) -> Path:
 @pytest.fixture(scope="module")
 def prepared(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_chats(tmp_path_factory.mktemp("chats"), tokenizer, make_chats(60))
+
+
+def test_special_tokens_of_an_older_file(tokenizer: Path, tmp_path: Path) -> None:
+    """They are found, and the config that is kept is as it was: transformers will read it."""
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    kept = {"eos_token": {"__type": "AddedToken", "content": "<|endoftext|>"}}
+    older = {"bos_token": {"content": "<|bos|>"}, "eos_token": {"content": "<|endoftext|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(kept))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    path, encoder = tmp_path / "tokenizer.json", load_tokenizer(tmp_path)
+    template, config = load_template(path, encoder, None)
+    assert template.names == {"bos_token": "<|bos|>", "eos_token": "<|endoftext|>"}
+    assert config == kept
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    _, config = load_template(path, encoder, None)
+    assert config == {"eos_token": "<|endoftext|>"}
 
 
 def windows_of(folder: Path, seq_len: int, split: str = "train") -> PackedWindows:

@@ -335,7 +335,7 @@ def test_special_tokens_that_only_an_older_file_names(llama: Path, tmp_path: Pat
     tokenizer = ours(llama, 4).tokenizer
     first, end, other = map(tokenizer.id_to_token, (5, 6, 7))
     older, config = tmp_path / "special_tokens_map.json", tmp_path / "tokenizer_config.json"
-    older.write_text(json.dumps({"bos_token": first, "eos_token": end}))
+    older.write_text(json.dumps({"bos_token": first, "eos_token": {"content": end}}))
     for found in ({}, {"bos_token": other}, {"bos_token": other, "added_tokens_decoder": {}}):
         config.write_text(json.dumps(found))
         model, theirs = ours(tmp_path, 4), PreTrainedTokenizerFast.from_pretrained(tmp_path)

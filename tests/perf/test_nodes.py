@@ -308,9 +308,15 @@ def test_prompts_with_sums_in_8_bits(capsys: Out) -> None:
             saved = rows[one] / rows[small]
             assert saved == pytest.approx(measured[one] / measured[small], rel=0.05)
     assert ("desync-2x", "async-int8", 16) not in rows
+    held = {(row["plan"], row["way"], row["batch"]): row["memory_gib"] for row in found["rows"]}
+    more = held["standard", "async-int8", 16] - held["standard", "async", 16]
+    assert more == pytest.approx(5.41 - 5.09, abs=0.02)  # as the record has it
     assert any("desync-2x at TP 2: not by async-int8 (some of its" in x for x in found["left_out"])
     assert found["command"].endswith("--nproc 2")
     assert "--reducers async-int8 " in found["command"]
+    assert main(["predict", *words[:-1], "async-int8", "--plans", "none", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["way"] for row in found["rows"]} == {"async"}  # there is nothing to round
     assert main(["predict", "half-8b", "--reducers", "async-int8"]) == 2
     error = capsys.readouterr().err
     assert "--reducers async-int8 is of prompts: decode steps run as with async; give" in error

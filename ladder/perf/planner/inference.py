@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ladder.infer.refusals import shape_refusals
 from ladder.kernels.limits import MAX_ROWS
@@ -86,7 +87,8 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
                 continue
             alone = tp == 1 or config.plan.no_comm
             plain = [each for each in reducers if each in REDUCERS]
-            for reducer in (plain or REDUCERS)[:1] if alone else reducers:
+            bare = plain or (["async"] if {*reducers} & {*ROUNDING} else REDUCERS)
+            for reducer in bare[:1] if alone else reducers:
                 held = Ranks(degree, 0, degree // tp)
                 if refusal := _reducer_refusal(reducer, config.plan, held):
                     left_out.add(plan, f"TP {tp}", refusal)
@@ -149,8 +151,10 @@ def _refuse_degree(question: Question, plan: str, degree: int, tp: int, left_out
 
 
 def held(question: Question, each: Candidate) -> Memory:
-    length, gpu = question.context, _operators_gpu(question, each.tp, [each.way])
-    return memory.inference(each.config, each.tp, each.batch, length, length, question.weights, gpu)
+    length, more = question.context, _held_by(question, each.tp, [each.way])
+    return memory.inference(
+        each.config, each.tp, each.batch, length, length, question.weights, *more
+    )
 
 
 def predict(question: Question, each: Candidate) -> Prediction:
@@ -169,11 +173,12 @@ def tokens(question: Question, each: Candidate) -> int:
     return question.gpus // each.tp * each.batch * length
 
 
-def _operators_gpu(question: Question, tp: int, ways: Sequence[str]) -> str:
-    """The GPU by whose table prompts run by fused operators, which have slots; nothing where none
-    of these ways takes any."""
+def _held_by(question: Question, tp: int, ways: Sequence[str]) -> tuple[str, bool]:
+    """What these ways hold, as `memory.inference` asks: the GPU by whose table prompts run by fused
+    operators, which have slots, or nothing; and whether sums are in 8 bits."""
     inside = question.weights == "bf16" and {*ways} & {"push", FUSED}
-    return question.machines[tp].gpu if inside else ""
+    rounds = question.phase == "prefill" and tp > 1 and not {*ways}.isdisjoint(ROUNDING)
+    return question.machines[tp].gpu if inside else "", rounds
 
 
 def fit_table(question: Question) -> list[list[str]]:
@@ -182,11 +187,12 @@ def fit_table(question: Question) -> list[list[str]]:
     subject, table = question.subject, [FITS]
     for tp in degrees(subject, question.machines, question.tp):
         machine, context = question.machines[tp], question.context
-        gpu = _operators_gpu(question, tp, question.reducers or _measured(machine, tp, LeftOut()))
-        most = most_sequences(subject.shape, tp, machine, context, question.weights, gpu)
+        ways = question.reducers or _measured(machine, tp, LeftOut())
+        more = _held_by(question, tp, ways)
+        most = most_sequences(subject.shape, tp, machine, context, question.weights, *more)
         for batch in dict.fromkeys(question.batches):
-            asked = subject.shape, tp, batch, context, context, question.weights, gpu
-            found = memory.inference(*asked)
+            asked = subject.shape, tp, batch, context, context, question.weights
+            found = memory.inference(*asked, *more)
             parts = (found.weights, found.cache, found.activations, found.reserve, found.total)
             said = "yes" if memory.fits(found, machine) else "NO"
             sizes = [f"{each / GIB:.1f}" for each in parts]
@@ -195,12 +201,12 @@ def fit_table(question: Question) -> list[list[str]]:
 
 
 def most_sequences(
-    config: ModelConfig, tp: int, machine: Machine, context: int, weights: str, gpu: str
+    config: ModelConfig, tp: int, machine: Machine, context: int, weights: str, *more: Any
 ) -> int:
-    """How many prompts of `context` tokens fit. gpu: see `_operators_gpu`."""
+    """How many prompts of `context` tokens fit. more: see `_held_by`."""
 
     def fits(batch: int) -> bool:
-        found = memory.inference(config, tp, batch, context, context, weights, gpu)
+        found = memory.inference(config, tp, batch, context, context, weights, *more)
         return memory.fits(found, machine)
 
     if not fits(1):

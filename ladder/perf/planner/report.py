@@ -9,6 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from ladder.costs import HEADROOM
+from ladder.perf.graph import FUSED
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.nodes import declaration
 from ladder.perf.planner.candidates import work
@@ -229,7 +230,8 @@ def nothing_fits(question: Question, rows: Sequence[Row]) -> str:
         remedies.insert(0, "lower --batch or --context")
     else:
         said += f"; {', '.join(fixed[:-1])} and {fixed[-1]} alone take {least:.1f}"
-    if question.phase != "train" and question.weights == "bf16":
+    able = FUSED not in question.reducers and not question.tp_degree  # to take other weights
+    if able and question.phase != "train" and question.weights == "bf16":
         _, *smaller = work(question).fit_table(replace(question, weights="fp8"))
         if any(each[head.index("fits")] == "yes" for each in smaller):
             remedies.insert(0, "take --weights fp8")
