@@ -38,14 +38,30 @@ class EncodeChat:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tokenizer": None}
 
+    def _open(self) -> None:
+        """Make the tokenizer, once in each process."""
+        if self._tokenizer is not None:
+            return
+        self._tokenizer = parse_tokenizer(self.definition)
+        self._tokenizer.encode_special_tokens = False  # the template writes special tokens
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = np.array([i for i, token in added.items() if token.special], np.int64)
+        names = [re.escape(token.content) for token in added.values() if token.special]
+        self._names = re.compile("|".join(names) or r"(?!)")
+
+    def ends_answers(self) -> bool:
+        """Whether the template writes a special token behind an answer, by a short example; True
+        where it refuses that one."""
+        self._open()
+        example = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+        try:
+            pieces = self.template.pieces(example)
+        except LeftOut:
+            return True
+        return any(piece.answer and self._names.search(piece.text) for piece in pieces)
+
     def __call__(self, unit: Unit) -> Encoded:
-        if self._tokenizer is None:
-            self._tokenizer = parse_tokenizer(self.definition)
-            self._tokenizer.encode_special_tokens = False  # the template writes special tokens
-            added = self._tokenizer.get_added_tokens_decoder()
-            self._special = np.array([i for i, token in added.items() if token.special], np.int64)
-            names = [re.escape(token.content) for token in added.values() if token.special]
-            self._names = re.compile("|".join(names) or r"(?!)")
+        self._open()
         tokens: list[npt.NDArray[Any]] = [np.empty(0, "<u4")]
         keys: list[int] = []
         sizes: list[int] = []

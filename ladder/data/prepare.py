@@ -212,6 +212,12 @@ def _open_encoding(
         settings.pop("chat_template", None)  # the template used has a file of its own
         beside = {TOKENIZER_CONFIG: json.dumps(settings, indent=2), TEMPLATE: template.source}
         encode = EncodeChat(text, Field(chat_field, True), template)
+        if not encode.ends_answers():
+            print(
+                f"the chat template of {template.where} writes no special token behind an answer: "
+                f"a model that is trained on it does not learn to stop",
+                file=sys.stderr,
+            )
     else:
         eos_id = end_of_text(encoder)
     token_bytes = token_byte_lengths(encoder)

@@ -237,3 +237,14 @@ def test_broken_templates_are_refused(
     (tmp_path / "bad.jinja").write_text(source)
     with pytest.raises(UserError, match=message):
         prepare_chats(tmp_path, tokenizer, [CHAT], chat_template=tmp_path / "bad.jinja")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_template_that_ends_no_answer_is_said(
+    tokenizer: Path, tmp_path: Path, ends: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "own.jinja"
+    source.write_text(TEMPLATE if ends else TEMPLATE.replace("{{ eos_token }}", ""))
+    prepare_chats(tmp_path / "chats", tokenizer, make_chats(20), chat_template=source)
+    said = "own.jinja writes no special token behind an answer: a model that is trained on it"
+    assert (said in capsys.readouterr().err) != ends
