@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import groupby
@@ -78,9 +79,10 @@ def run(options: argparse.Namespace) -> int:
     for plan in chosen:
         try:
             found.append(resolve_plan(plan, layers, options.tp_degree))
-        except UserError:
+        except UserError as error:
             if options.plans or not found:
-                raise  # of the overview, some need more layers than one or two
+                raise
+            print(f"left out: {error}", file=sys.stderr)  # of the overview, in one or two layers
     if options.json:
         print(json.dumps([summary(plan) for plan in found], indent=1))
     elif options.plans:

@@ -25,9 +25,10 @@ def push_refusal(processes: int) -> str | None:
         return "it needs the package triton"
     if p2p_disabled():
         return f"{P2P_SWITCH}={os.environ[P2P_SWITCH]} keeps peer memory out of use"
-    if processes > torch.cuda.device_count():
-        return f"{processes} ranks are on more than this machine's {torch.cuda.device_count()} GPUs"
-    mine, visible = torch.cuda.current_device(), torch.cuda.device_count()
+    visible = torch.cuda.device_count()
+    if processes > visible:
+        return f"{processes} ranks are on more than this machine's {visible} GPUs"
+    mine = torch.cuda.current_device()
     first = mine // processes * processes
     if first + processes > visible:
         return f"the {visible} GPUs are no whole groups of {processes}, and GPU {mine} is in none"

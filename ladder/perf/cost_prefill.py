@@ -116,16 +116,16 @@ class PromptCost:
     def rounded(self, rows: int) -> Estimate:
         """An all-reduce in 8 bits (`ladder.parallel.eight_bits`): one gather of all ranks' messages
         of two ranks, an all-to-all, which moves as much as a gather, and a gather of more."""
-        width = self.config.hidden_size
-        message = message_bytes(width)
-        two = self.tp == 2
-        gather = self.machine.nccl("all-gather", (2.0 if two else 1.0) * rows * message)
-        # A row of the partial is rounded, and one of the sum restored from what both ranks sent, or
-        # from the sum, of which each rank has added and rounded its share.
-        shares = 0.0 if two else (BF16 * width + self.tp * message) / self.tp
-        moved = rows * (2 * BF16 * width + (3 if two else 2) * message + shares)
-        us = (1 if two else 2) * gather.us + moved / self.memory
-        return Estimate(us + (4 if two else 6) * self.gap, "extrapolated")
+        row = BF16 * self.config.hidden_size
+        message = message_bytes(self.config.hidden_size)
+        if self.tp == 2:
+            link = self.machine.nccl("all-gather", 2.0 * rows * message).us
+            moved, gaps = 2.0 * row + 3 * message, 4  # rounded; added and restored
+        else:
+            link = 2 * self.machine.nccl("all-gather", 1.0 * rows * message).us
+            added = (row + self.tp * message) / self.tp  # a rank's share, and rounded
+            moved, gaps = 2 * row + 2 * message + added, 6
+        return Estimate(link + rows * moved / self.memory + gaps * self.gap, "extrapolated")
 
     def exchange(self, transport: str, landed: int) -> Estimate | None:
         """What moving rows there and back takes of an exchange as it was measured, beside its two

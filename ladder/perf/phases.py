@@ -50,6 +50,9 @@ LIMITS = {
     "barrier": "communication",
     **dict.fromkeys((*REDUCES, "all-gather"), "communication"),
 }
+# Reducers of prompts alone, and what is in their place where there is nothing to fuse or to round:
+# in decode steps, and under plans without sums.
+PLAIN = {FUSED: "push", **dict.fromkeys(ROUNDING, "async")}
 WAITING = "waiting"  # for slower ranks, see `simulate.Skew`
 
 
@@ -196,8 +199,7 @@ def prefill(
         if tp == 1:
             return max(times.total, _launched(graph, cost))
         plan = config.plan.as_no_comm()
-        # there is nothing to fuse, nor to round
-        base = {FUSED: "push", **dict.fromkeys(ROUNDING, "async")}.get(reducer, reducer)
+        base = PLAIN.get(reducer, reducer)
         way = prompt_way(config, plan, machine.gpu, tp, base, (batch, prompt), weights)
         alone = lower_prefill(plan, way)
         return max(_limited(alone, cost).total, _launched(alone, cost))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ladder.infer.refusals import shape_refusals
 from ladder.kernels.limits import MAX_ROWS
@@ -50,17 +49,16 @@ def check(question: Question) -> None:
         if not 1 <= batch <= most:
             why = ", as fused decode steps have; split it into steps" if most == MAX_ROWS else ""
             raise UserError(f"--batch={batch} must be 1 to {most:,}{why}")
-    for reducer in (FUSED, *ROUNDING):
-        if reducer in question.reducers and question.phase == "decode":
-            as_with = "push" if reducer == FUSED else "async"
+    for reducer, plain in phases.PLAIN.items() if question.phase == "decode" else ():
+        if reducer in question.reducers:
             raise UserError(
-                f"--reducers {reducer} is of prompts: decode steps run as with {as_with}; give "
+                f"--reducers {reducer} is of prompts: decode steps run as with {plain}; give "
                 f"--prefill, or leave it out"
             )
     if FUSED in question.reducers:
         check_weights(question.weights)
-    prompts = (FUSED, *ROUNDING) if question.phase == "prefill" else ()
-    check_names("reducer of --reducers", question.reducers, (*REDUCERS, *prompts))
+    of_prompts = phases.PLAIN if question.phase == "prefill" else ()
+    check_names("reducer of --reducers", question.reducers, (*REDUCERS, *of_prompts))
 
 
 def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
@@ -87,7 +85,7 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
                 continue
             alone = tp == 1 or config.plan.no_comm
             plain = [each for each in reducers if each in REDUCERS]
-            bare = plain or (["async"] if {*reducers} & {*ROUNDING} else REDUCERS)
+            bare = plain or sorted(phases.PLAIN[each] for each in reducers)  # async needs no peers
             for reducer in bare[:1] if alone else reducers:
                 held = Ranks(degree, 0, degree // tp)
                 if refusal := _reducer_refusal(reducer, config.plan, held):
@@ -201,12 +199,13 @@ def fit_table(question: Question) -> list[list[str]]:
 
 
 def most_sequences(
-    config: ModelConfig, tp: int, machine: Machine, context: int, weights: str, *more: Any
-) -> int:
-    """How many prompts of `context` tokens fit. more: see `_held_by`."""
+    config: ModelConfig, tp: int, machine: Machine, context: int, weights: str, gpu: str,
+    rounds: bool,
+) -> int:  # fmt: skip
+    """How many prompts of `context` tokens fit. gpu, rounds: see `_held_by`."""
 
     def fits(batch: int) -> bool:
-        found = memory.inference(config, tp, batch, context, context, weights, *more)
+        found = memory.inference(config, tp, batch, context, context, weights, gpu, rounds)
         return memory.fits(found, machine)
 
     if not fits(1):
