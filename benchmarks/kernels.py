@@ -191,7 +191,7 @@ def attention(
     shared = qkv, rotary(length, size), positions
     arrived = torch.zeros(batch * kv, dtype=torch.int32, device="cuda")
     extra = {"exponents": exponents}
-    block, number, *rest = chosen(batch * kv, length, size, e4m3)
+    block, number, *rest = chosen(batch * kv, length, size, heads // kv, e4m3)
     number = splits or number
 
     def ours(cache: Tensor) -> Tensor:
@@ -217,11 +217,12 @@ def attention(
 
 
 def chosen(
-    sequences_and_heads: int, length: int, size: int, e4m3: bool = False
+    sequences_and_heads: int, length: int, size: int, group: int, e4m3: bool = False
 ) -> tuple[int, int, int, int]:
     """How `decode_attention` is cut, for bfloat16; e4m3: the cache is in it."""
     dims = max(16, jit.triton.next_power_of_2(size))
-    return attention_shapes.shape(sequences_and_heads, length, dims, 2 * dims, e4m3)
+    pairs = e4m3 and attention_shapes.in_pairs(torch.bfloat16, size, group)
+    return attention_shapes.shape(sequences_and_heads, length, dims, 2 * dims, e4m3, pairs=pairs)
 
 
 def contexts(
@@ -229,7 +230,7 @@ def contexts(
 ) -> Iterator[Case]:
     heads, kv, size = shape[1:4]
     for batch, length, e4m3 in itertools.product(batches, lengths, (False, True)):
-        own = chosen(batch * kv, length, size, e4m3)[1]
+        own = chosen(batch * kv, length, size, heads // kv, e4m3)[1]
         for number in (own, *(each for each in splits if each != own)):
             yield attention(batch, heads, kv, size, length, length, e4m3, number)
 

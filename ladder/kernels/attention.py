@@ -20,8 +20,16 @@ from ladder.jit import (
     tl,
     triton,
 )
-from ladder.kernels.attention_parts import _begin, _block, _exponents, _keys, _values
-from ladder.kernels.attention_shapes import heads_at_once, shape
+from ladder.kernels.attention_parts import (
+    _begin,
+    _block,
+    _block_of_pairs,
+    _exponents,
+    _keys,
+    _pairs,
+    _values,
+)
+from ladder.kernels.attention_shapes import heads_at_once, in_pairs, shape
 from ladder.kernels.cache_checks import check_cache, check_extras, check_stored
 from ladder.kernels.carveout import stages_that_fit
 from ladder.kernels.norm import Pair
@@ -80,7 +88,7 @@ def _attention_kernel(
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GC: tl.constexpr, HALF: tl.constexpr,
     HP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
     PIECE: tl.constexpr, LEAST: tl.constexpr, KIND: tl.constexpr,
-    EXACT: tl.constexpr, PDL: tl.constexpr,
+    EXACT: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the G query heads of one KV head of one sequence, over one split of the keys.
 
@@ -117,8 +125,11 @@ def _attention_kernel(
         # What the loop's first turn finds.
         high = tl.full([GP], float("-inf"), tl.float32)
         weight = tl.zeros([GP], tl.float32)
-        total = tl.zeros([GP, DP], tl.float32)
+        total = tl.zeros([GP, HP if PAIRS else DP], tl.float32)
         q_left, q_right = tl.zeros([GP, HP], KIND), tl.zeros([GP, HP], KIND)
+        other, scales = None, None
+        if PAIRS:
+            other, scales = tl.zeros([GP, HP], tl.float32), tl.zeros([GP, 1], tl.float32)
         # Single bytes are not copied ahead by the compiler, as keys are: each block reads the next.
         k_next = None
         v_next = None
@@ -129,32 +140,51 @@ def _attention_kernel(
             q_left, q_right, high, weight, total = _begin(
                 qkv + b * (HQ + 2 * HKV) * HD, h, position < first + share, base, position, cos,
                 sin, keys, values, key_exponents, value_exponents, bias, q_gain, k_gain, scale, eps,
-                BIAS, NORM, HKV, G, GP, HALF, HP, DP, LEAST, KIND, kind,
+                BIAS, NORM, HKV, G, GP, HALF, HP, DP, LEAST, KIND, kind, False,
             )  # fmt: skip
         # At least one turn: the new token may be the first.
         for start in range(first, tl.maximum(stop, first + 1), BN):
-            k_left, k_right = _keys(keys, base, i, start + n, stop, HALF, HD)
-            v = _values(values, base, d, start + n, stop, HD)
+            if PAIRS:
+                k_left = _pairs(keys, base, i, start + n, stop, HD)
+                v = _pairs(values, base, i, start + n, stop, HD)
+            else:
+                k_left, k_right = _keys(keys, base, i, start + n, stop, HALF, HD)
+                v = _values(values, base, d, start + n, stop, HD)
             # Here, for the compiler copies the first blocks of keys and values to shared memory
             # before the loop: the previous kernel may end while they come.
             if LATE:  # noqa: SIM102  (known when this is compiled; `start` is not)
                 if start == first:
                     if PDL:
                         gdc_wait()
-                    q_left, q_right, high, weight, total = _begin(
+                    begun = _begin(
                         qkv + b * (HQ + 2 * HKV) * HD, h, position < first + share, base, position,
                         cos, sin, keys, values, key_exponents, value_exponents, bias, q_gain,
                         k_gain, scale, eps, BIAS, NORM, HKV, G, GP, HALF, HP, DP, LEAST, KIND, kind,
+                        PAIRS,
                     )  # fmt: skip
+                    if PAIRS:
+                        q_left, q_right, high, weight, total, other, scales = begun
+                    else:
+                        q_left, q_right, high, weight, total = begun
             k_now = None
             v_now = None
             if key_exponents is not None:
                 k_now, v_now = k_next, v_next
                 k_next = _exponents(key_exponents, base, start + BN + n, stop, HD)
                 v_next = _exponents(value_exponents, base, start + BN + n, stop, HD)
-            high, weight, total = _block(high, weight, total, q_left, q_right, k_left, k_right, v,
-                                         k_now, v_now, start + n < stop, scale, kind, KIND,
-                                         EXACT)  # fmt: skip
+            seen = start + n < stop
+            if PAIRS:
+                high, weight, total, other = _block_of_pairs(
+                    high, weight, total, other, q_left, q_right, k_left, v, k_now, v_now, seen,
+                    scales, KIND,
+                )  # fmt: skip
+            else:
+                high, weight, total = _block(
+                    high, weight, total, q_left, q_right, k_left, k_right, v, k_now, v_now, seen,
+                    scale, kind, KIND, EXACT,
+                )  # fmt: skip
+        if PAIRS:
+            total = tl.reshape(tl.join(total, other), (GP, DP))
         inside = (g < G)[:, None] & (d < HD)[None, :]
         if SPLITS == 1:
             y = (total / weight[:, None]).to(out.dtype.element_ty)
@@ -271,9 +301,10 @@ def decode_attention(
     out = torch.empty(batch, num_heads * head_dim, dtype=gives, device=qkv.device)
     dims = max(16, triton.next_power_of_2(head_dim))
     group = num_heads // kv_heads
+    pairs = exponents is not None and in_pairs(qkv.dtype, head_dim, group)
     block, splits, warps, stages = shape(
         batch * kv_heads, length, dims, dims * qkv.element_size(), exponents is not None, beside,
-        eight_bits,
+        eight_bits, pairs,
     )  # fmt: skip
     part = stat = out
     if splits > 1:
@@ -290,8 +321,8 @@ def decode_attention(
         GC=triton.next_power_of_2(group), HALF=head_dim // 2,
         HP=max(16, triton.next_power_of_2(head_dim // 2)), DP=dims, BN=block, SPLITS=splits,
         PIECE=heads_at_once(group, splits, dims), LEAST=127 + storage.LEAST_CACHED,
-        KIND=multiplied(qkv.dtype),
-        EXACT="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=warps,
+        KIND=multiplied(torch.float16 if pairs else qkv.dtype),
+        EXACT="ieee" if qkv.dtype == torch.float32 else "tf32", PAIRS=pairs, num_warps=warps,
         num_stages=stages_that_fit(stages, 2 * block * dims * keys.element_size(), qkv.device),
     )  # fmt: skip
     return out

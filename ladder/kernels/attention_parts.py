@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import no_type_check
+from typing import Any, no_type_check
 
+from ladder.comm.primitives import ASSEMBLY
 from ladder.jit import jit, tl
 from ladder.kernels.eight_bits import fitting_exponent, power, to_e4m3, widened
 
@@ -24,6 +25,43 @@ def _keys(cache, base, i, positions, stop, HALF: tl.constexpr, HD: tl.constexpr)
 def _values(cache, base, d, positions, stop, HD: tl.constexpr):
     at = base + positions.to(tl.int64)[:, None] * HD + d[None, :]
     return tl.load(cache + at, mask=(positions < stop)[:, None] & (d < HD)[None, :], other=0.0)
+
+
+@jit
+@no_type_check
+def _pairs(cache, base, j, positions, stop, HD: tl.constexpr):
+    """Of an e4m3 cache, the keys or values at `positions` as pairs of bytes, int16 [BN, HD / 2]; 0
+    from `stop` on."""
+    at = cache.to(tl.pointer_type(tl.int16), bitcast=True) + (base >> 1)
+    at += positions.to(tl.int64)[:, None] * (HD // 2) + j[None, :]
+    return tl.load(at, mask=(positions < stop)[:, None], other=0)
+
+
+def _converted(bytes_of_pairs: str) -> Any:
+    """The assembly that converts these bytes of two pairs, as `prmt` numbers them, to float16."""
+    return tl and tl.constexpr(
+        "{ .reg .b32 t; .reg .b16 lo, hi; prmt.b32 t, $1, 0, "
+        + bytes_of_pairs
+        + "; mov.b32 {lo, hi}, t; cvt.rn.f16x2.e4m3x2 $0, lo; }"
+    )
+
+
+FIRST, SECOND = _converted("0x20"), _converted("0x31")
+
+
+@jit
+@no_type_check
+def _of_pairs(x, NUMBER: tl.constexpr, KIND: tl.constexpr):
+    """The first (0) or second (1) number of each pair, in KIND: in float16, but in the interpreter.
+
+    Tensor cores are given what is 16 bits wide from shared memory in either order, single bytes of
+    values one by one; and two numbers take two instructions, in bfloat16 four.
+    """
+    if ASSEMBLY:
+        assembly: tl.constexpr = SECOND if NUMBER else FIRST
+        return tl.inline_asm_elementwise(assembly, "=r,r", [x], tl.float16, True, 2)
+    byte = (x >> 8 * NUMBER).to(tl.uint8)
+    return byte.to(tl.float8e4nv, bitcast=True).to(KIND)
 
 
 @jit
@@ -70,15 +108,63 @@ def _block(
 
 @jit
 @no_type_check
+def _block_of_pairs(
+    high, weight, first, second, q_first, q_second, k, v, k_exponent, v_exponent, seen, scales,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """As `_block`, of keys and values in e4m3, in pairs: everything is multiplied in float16.
+
+    first, second: the sums of the values' first and second numbers. scales: those of the queries'
+    scores, [GP, 1]. A softmax weight takes the scale of its value into its exponent, and `high` is
+    that of both: what is rounded is 2^15 at most, whatever the values' scales.
+    """
+    score = tl.dot(q_first, tl.trans(_of_pairs(k, 0, KIND)))
+    score += tl.dot(q_second, tl.trans(_of_pairs(k, 1, KIND)))
+    score *= power(k_exponent.to(tl.int32))[None, :]
+    score = score * scales + (v_exponent.to(tl.int32) - 127).to(tl.float32)[None, :]
+    score = tl.where(seen[None, :], score, float("-inf"))
+    top = tl.maximum(high, tl.max(score, 1) - 15.0)
+    shrink = tl.exp2(high - top)
+    p = tl.exp2(score - top[:, None])
+    weight = weight * shrink + tl.sum(p * power(254 - v_exponent.to(tl.int32))[None, :], 1)
+    p = p.to(tl.float16).to(KIND)
+    first = first * shrink[:, None] + tl.dot(p, _of_pairs(v, 0, KIND))
+    second = second * shrink[:, None] + tl.dot(p, _of_pairs(v, 1, KIND))
+    return top, weight, first, second
+
+
+@jit
+@no_type_check
+def _queries_of_pairs(query, query_right, KIND: tl.constexpr):
+    """Of queries in halves, [GP, HP] each: the first and second numbers of pairs, in KIND, and the
+    scales of their scores, [GP, 1].
+
+    float16 holds every number of a query exactly that is not 2^-29 of its largest or less.
+    """
+    GP: tl.constexpr = query.shape[0]
+    HP: tl.constexpr = query.shape[1]
+    whole = tl.reshape(tl.permute(tl.join(query, query_right), (0, 2, 1)), (GP, HP, 2))
+    whole = whole.to(tl.float32)
+    largest = tl.max(tl.max(tl.abs(whole), 2), 1)
+    exponent = tl.minimum(268 - (largest.to(tl.int32, bitcast=True) >> 23), 253)
+    first, second = tl.split(whole * power(exponent)[:, None, None])
+    return first.to(KIND), second.to(KIND), power(254 - exponent)[:, None]
+
+
+@jit
+@no_type_check
 def _begin(
     token, h, mine, base, position, cos, sin, keys, values, key_exponents, value_exponents,
     bias, q_gain, k_gain, scale, eps,
     BIAS: tl.constexpr, NORM: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     HALF: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, LEAST: tl.constexpr,
-    KIND: tl.constexpr, kind: tl.constexpr,
+    KIND: tl.constexpr, kind: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """The token's rotated queries, in halves, and what attention to it alone gives: (maximum,
-    weight, total), nothing unless the token is `mine`: then its key and value are stored, too."""
+    weight, total), nothing unless the token is `mine`: then its key and value are stored, too.
+
+    PAIRS: queries and total are the first and second numbers of pairs, and the scales of the
+    queries' scores come last."""
     HD: tl.constexpr = 2 * HALF
     HQ: tl.constexpr = HKV * G
     g, i, d = tl.arange(0, GP), tl.arange(0, HP), tl.arange(0, DP)
@@ -140,4 +226,9 @@ def _begin(
         high = tl.sum(products, 1) * scale
         weight = tl.full([GP], 1.0, tl.float32)
         total += value.to(tl.float32)[None, :]
-    return query.to(KIND), query_right.to(KIND), high, weight, total
+    if PAIRS:
+        first, second, scales = _queries_of_pairs(query, query_right, KIND)
+        total, other = tl.split(tl.reshape(total, (GP, HP, 2)))
+        return first, second, high, weight, total, other, scales * scale
+    else:  # noqa: RET505  (known when this is compiled)
+        return query.to(KIND), query_right.to(KIND), high, weight, total

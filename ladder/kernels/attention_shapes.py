@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ladder.costs import MULTIPROCESSORS
 from ladder.jit import triton
 
@@ -11,41 +13,74 @@ FEW = 8  # sequences times KV heads
 # programs, or CHEAP_SPLITS for each of them and of their KV heads if that is less. Beside other
 # kernels: fewer find room on the SMs that larger tiles of products leave (3 % less of a ladder's
 # steps of 4 sequences of an 8B at TP 4, and of a 2B). Alone: 0 to 3 % less, but 1 % more with
-# weights in 8 bits. A cache in e4m3 was not measured.
+# weights in 8 bits.
 BESIDE, ALONE, SHORT = 64, 128, 32
 MAX_SPLITS = 128
 LONG = 128  # blocks: of 64 keys, 8k tokens
-LONG_OF_FEW, LONG_OF_FEW_E4M3 = 1024, 512  # 64k and 32k tokens
+LONG_OF_FEW = 1024  # blocks: 64k tokens
 CHEAP_SPLITS = 32  # up to here the combination is not weighed against the reading
 COMBINED = 128 * 128  # numbers combined at once: 128 registers of each thread of 4 warps
+PAIRED = (32, 64, 128, 256)  # sizes of heads whose halves make pairs without padding
+
+
+def in_pairs(dtype: torch.dtype, head_dim: int, group: int) -> bool:
+    """Whether a cache in e4m3 is read in pairs, by `group` query heads of each KV head: queries and
+    values then have room in registers, and tensor cores multiply numbers of 16 bits."""
+    return dtype != torch.float32 and head_dim in PAIRED and group <= 16
 
 
 def shape(
     sequences_and_heads: int, length: int, dims: int, row_bytes: int, e4m3: bool = False,
-    beside: bool = False, eight_bits: bool = False,
+    beside: bool = False, eight_bits: bool = False, pairs: bool = False,
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """(keys per block, splits, warps, stages): enough programs to fill the GPU, none idle.
 
-    row_bytes: of one head's queries. e4m3: the cache is in it. beside: other kernels run at the
-    same time. eight_bits: weights are stored in so many.
+    row_bytes: of one head's queries. e4m3: the cache is in it. pairs: and is read in pairs
+    (`ladder.kernels.attention`). beside: other kernels run at the same time. eight_bits: weights
+    are stored in so many.
     Chosen by measurements on an H200 (benchmarks/results/README.md).
     """
+    most = COMBINED // dims
+    largest = max(16, min(128, 32768 // row_bytes))
+    if pairs:
+        block = largest // 2
+        apart = beside and not eight_bits
+        found = splits_of_pairs(sequences_and_heads, triton.cdiv(length, block), apart)
+        found = min(found, most)
+        # Larger ones if each split has one.
+        return largest if length > largest * (found - 1) else block, found, 4, 3
     single = row_bytes > 2 * dims  # precision
     # Conversions of e4m3, and products of float32, want more warps.
     if sequences_and_heads >= FULL and (e4m3 or single):
-        return max(16, min(128, 32768 // row_bytes)), 1, 8, 2 if single else 3
+        return largest, 1, 8, 2 if single else 3
     # At most 16 KiB per block of keys with 4 warps: larger blocks spill registers.
     block = max(16, min(64, 16384 // row_bytes))
     if sequences_and_heads >= FULL:
         return block, 1, 4, 4
-    found = splits(sequences_and_heads, triton.cdiv(length, block), e4m3, beside, eight_bits)
-    return block, min(found, COMBINED // dims), 4, 2 if single else 3
+    found = splits(sequences_and_heads, triton.cdiv(length, block), beside, eight_bits)
+    return block, min(found, most), 4, 2 if single else 3
+
+
+def splits_of_pairs(sequences_and_heads: int, blocks: int, beside: bool = False) -> int:
+    """As `splits`, of a cache in e4m3 that is read in pairs: two programs on each SM, which
+    convert in turns. Few sequences have CHEAP_SPLITS, or eight blocks each.
+
+    beside: with other kernels, whose weights are not in 8 bits. Then up to SHORT blocks have one
+    program on each SM, or few sequences a quarter: 1 to 6 % less of a ladder's steps of 1 to 32
+    sequences of an 8B at TP 4. With weights in fp8 that took 6 % more.
+    """
+    beside &= blocks <= SHORT
+    wanted = (1 if beside and sequences_and_heads < FULL else 2) * MULTIPROCESSORS
+    wanted = max(1, wanted // sequences_and_heads)
+    if sequences_and_heads <= FEW:
+        least = max(8, CHEAP_SPLITS // sequences_and_heads) if beside else CHEAP_SPLITS
+        wanted = min(wanted, max(least, blocks // 8), MAX_SPLITS)
+    return min(1 << (wanted.bit_length() - 1), triton.next_power_of_2(blocks))
 
 
 def splits(
-    sequences_and_heads: int, blocks: int, e4m3: bool = False, beside: bool = False,
-    eight_bits: bool = False,
-) -> int:  # fmt: skip
+    sequences_and_heads: int, blocks: int, beside: bool = False, eight_bits: bool = False
+) -> int:
     """How many programs share the `blocks` blocks of keys of one KV head: a power of two.
 
     One program for each SM: two took 2 to 4 % more of a step of 16 and 33 sequences with 2 KV
@@ -60,21 +95,15 @@ def splits(
     took 1 to 5 % less of a step with 32 splits than with 64. In long contexts reading takes
     longest, and two programs on each SM have more loads in flight; more of them gain nothing
     (docs/results/inference.md).
-
-    What is read of e4m3 is converted, and programs wait for that more than for loads: up to 64
-    splits may have two blocks each, and few sequences have two programs on an SM from 32k tokens
-    on; of others from 64k.
     """
     one_each = -(-MULTIPROCESSORS // sequences_and_heads)
     wanted = one_each
     if sequences_and_heads <= FEW:
-        many = LONG_OF_FEW_E4M3 if e4m3 else LONG_OF_FEW
-        most = 2 * one_each if blocks >= many else one_each
-        enough = max(blocks // 4, min(blocks // 2, 2 * CHEAP_SPLITS)) if e4m3 else blocks // 4
+        most = 2 * one_each if blocks >= LONG_OF_FEW else one_each
         cheap = CHEAP_SPLITS
-        if blocks <= SHORT and not e4m3 and (beside or not eight_bits):
+        if blocks <= SHORT and (beside or not eight_bits):
             cheap = min(cheap, (BESIDE if beside else ALONE) // sequences_and_heads)
-        wanted = max(cheap, min(most, enough, MAX_SPLITS))
+        wanted = max(cheap, min(most, blocks // 4, MAX_SPLITS))
     elif blocks >= LONG:
         wanted = min(2 * one_each, blocks // 4)
     return min(1 << (wanted.bit_length() - 1), triton.next_power_of_2(blocks))

@@ -175,6 +175,9 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
         kernels.rotary_prompt(heads, table, *cache, 2, 1, exponents=exponents)
         kernels.decode_attention(heads[:, 0].contiguous(), table, positions, *cache, 2, 1.0,
                                  arrived, exponents=exponents)  # fmt: skip
+        case, cache = "a cache in fp8, not in pairs", cache[..., :48].contiguous()
+        kernels.decode_attention(torch.zeros(2, 4 * 48, dtype=BF16), torch.zeros(64, 48), positions,
+                                 *cache, 2, 1.0, arrived, exponents=exponents)  # fmt: skip
         m, n, k = WORLD * 256, 512, 256
         order, table = torch.zeros(32, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
         track = gemm.Track(order, order, order, table, buffers, buffers)

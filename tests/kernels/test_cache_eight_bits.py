@@ -24,8 +24,18 @@ from tests.kernels.support import (
 CACHES = [  # batch, query heads, KV heads, length, head_dim
     on("cpu", 3, 4, 1, 70, 80),
     *(on("interpreter", *s) for s in ((1, 4, 2, 70, 12), (3, 4, 1, 40, 80), (2, 2, 2, 70, 64))),
+    *(on("interpreter", *s) for s in ((1, 34, 1, 20, 32), (1, 9, 1, 20, 32), (1, 3, 1, 140, 128))),
     *(on("cuda", *s) for s in ((1, 8, 4, 100, 12), (2, 5, 1, 333, 96), (1, 8, 2, 8192, 128))),
     *(on("cuda", *s) for s in ((64, 8, 2, 2048, 128), (256, 8, 2, 512, 128))),
+    *(
+        on("cuda", *s)
+        for s in (
+            (1, 34, 1, 70, 32),
+            (2, 20, 1, 333, 64),
+            (3, 4, 2, 333, 256),
+            (1, 17, 1, 999, 128),
+        )
+    ),
 ]
 
 
@@ -127,6 +137,39 @@ def test_decode_attention_over_e4m3(
         # error may be much smaller by chance.
         assert_close(found, *(torch.cat(each).flatten(1) for each in results))
         assert not arrived.any()
+
+
+@pytest.mark.parametrize("device", [on("cpu"), on("interpreter"), on("cuda")])
+@pytest.mark.parametrize("size", [64, 80])  # in pairs and one by one
+@pytest.mark.parametrize(("query", "key", "value"), [(90, -90, 60), (-90, 90, -9), (10, 0, 100)])
+def test_magnitudes_far_from_one(device: str, size: int, query: int, key: int, value: int) -> None:
+    """bfloat16 has float32's exponents: queries, keys and values of any size are attended to, and
+    values of very different sizes each have their part."""
+    heads, kv, length = 4, 2, 150
+    _, table = tables_of(length, size, heads, device)
+    table = torch.cat((torch.ones_like(table[:, : size // 2]), 0 * table[:, size // 2 :]), 1)
+    cache, scales = stored(
+        torch.stack((
+            torch.randn(1, kv, length, size, device=device) * 2.0**key,
+            torch.randn(1, kv, length, size, device=device)
+            * 2.0 ** (value - torch.randint(0, 9, (1, kv, length, 1), device=device)),
+        ))
+    )  # fmt: skip
+    sizes = torch.tensor([query] * heads + [key] * kv + [value] * kv, device=device)
+    qkv = (torch.randn(1, len(sizes), size, device=device) * 2.0 ** sizes[:, None]).bfloat16()
+    positions = torch.tensor([length - 1], device=device)
+    arrived = torch.zeros(kv, dtype=torch.int32, device=device)
+    found = decode_attention(
+        qkv.flatten(1), table, positions, cache[0], cache[1], heads, size**-0.5, arrived,
+        exponents=(scales[0], scales[1]),
+    )  # fmt: skip
+    keys, values = (read(cache[n], scales[n]) for n in range(2))
+    q = qkv[:, :heads, None]
+    exact = attend(q.double(), keys, values, size**-0.5)
+    plain = attend(q.float(), keys.float(), values.float(), size**-0.5).bfloat16()
+    assert exact.isfinite().all()
+    weighted = attend(q.double(), keys, values.abs(), size**-0.5)
+    assert_close(found, exact.flatten(1), plain.flatten(1), weighted.flatten(1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -64,7 +64,7 @@ def test_splits_are_combined_some_heads_at_a_time(device: str, heads: int, used:
 
 def test_splits_of_long_contexts() -> None:
     """One program per SM, two of few sequences; beyond 32 splits one again, with four blocks; two
-    from 8k tokens on, or of few sequences from 64k, over e4m3 from 32k."""
+    from 8k tokens on, or of few sequences from 64k."""
     sizes = {1: 1024, 2: 2048, 8: 8192, 16: 16384, 32: 32768, 128: 131072}
     found = {
         pairs: [attention_shapes.splits(pairs, length // 64) for length in sizes.values()]
@@ -79,14 +79,6 @@ def test_splits_of_long_contexts() -> None:
         32: [4, 4, 8, 8, 8, 8],
         66: [2, 2, 4, 4, 4, 4],
     }
-    in_e4m3 = {
-        pairs: [attention_shapes.splits(pairs, length // 64, True) for length in sizes.values()]
-        for pairs in found
-    }
-    found[1] = found[2] = [16, 32, 64, 64, 128, 128]
-    found[3] = [16, 32, 32, 32, 64, 64]
-    found[8][1] = 32
-    assert in_e4m3 == found
     for dims in (16, 64, 128, 256):
         for pairs in (1, 2, 32):
             splits = attention_shapes.shape(pairs, 131072, dims, 2 * dims)[1]
@@ -103,9 +95,45 @@ def test_splits_of_few_sequences() -> None:
     assert [splits(each, 32, beside=True) for each in pairs] == [32, 32, 16, 8, 8]
     assert [splits(each, 32, eight_bits=True) for each in pairs] == [32] * 5
     assert [splits(each, 32, beside=True, eight_bits=True) for each in pairs] == [32, 32, 16, 8, 8]
-    assert [splits(each, 32, True, beside=True) for each in pairs] == [32] * 5  # e4m3
     assert [splits(each, 33, beside=True) for each in pairs] == [32] * 5
     assert splits(16, 32, beside=True) == splits(16, 32) == 8
+
+
+def test_shapes_over_pairs_of_e4m3() -> None:
+    """Two programs per SM; of few sequences 32 splits, or four blocks of 128 keys each; blocks of
+    64 where no split would be without one. None beyond the keys."""
+    found = {
+        pairs: [
+            attention_shapes.shape(pairs, length, 128, 256, e4m3=True, pairs=True)[:2]
+            for length in (64, 1024, 2048, 8192, 32768, 131072)
+        ]
+        for pairs in (1, 2, 4, 8, 16, 32, 96, 256, 300)
+    }
+    large = {n: (128, n) for n in (1, 2, 4, 8, 16, 32, 64, 128)}
+    few = [large[1], (64, 16), (64, 32), large[32]]
+    assert found == {
+        1: [*few, large[64], large[128]],
+        2: [*few, large[64], large[128]],
+        4: [*few, large[64], large[64]],
+        8: [*few, large[32], large[32]],
+        16: [large[1], (64, 16), *[large[16]] * 4],
+        32: [large[1], *[large[8]] * 5],
+        96: [large[1], *[large[2]] * 5],
+        256: [large[1]] * 6,
+        300: [large[1]] * 6,
+    }
+    assert attention_shapes.shape(32, 8192, 256, 512, e4m3=True, pairs=True)[:2] == (64, 8)
+    for length, eight_bits, expected in (
+        (1152, False, [(64, 16), large[8], large[8], large[8], large[4], large[2], large[2]]),
+        (1152, True, [(64, 32), (64, 32), (64, 32), (64, 16), large[8], large[4], large[2]]),
+        (2049, False, [(64, 32), (64, 32), (64, 32), large[16], large[8], large[4], large[2]]),
+    ):
+        assert expected == [
+            attention_shapes.shape(pairs, length, 128, 256, True, True, eight_bits, True)[:2]
+            for pairs in (2, 4, 8, 16, 32, 64, 128)
+        ]
+    for size, group in ((80, 4), (128, 17)):
+        assert not attention_shapes.in_pairs(torch.bfloat16, size, group)
 
 
 def test_shapes_of_programs() -> None:
