@@ -59,6 +59,12 @@ MOST = {
     "epochs": 2**20,
 }
 
+# Adam divides by the root of a mean of squared gradients, plus eps. In float32 the squares of
+# gradients below some 1e-19 are 0: eps alone must then keep the quotient small, and not NaN.
+LEAST_EPS = 1e-16
+
+LENGTH = ("steps", "epochs")  # the keys that set the length of a run
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -174,7 +180,6 @@ class TrainConfig:
             "keep_checkpoints",
             "weight_decay",
             "min_lr",
-            "adam_eps",
             "seed",
         )
         for name in positive:
@@ -200,6 +205,11 @@ class TrainConfig:
                     f"{name}={getattr(self, name)} without a teacher: give teacher=FOLDER, or "
                     f"leave {name} out"
                 )
+        if self.adam_eps < LEAST_EPS:
+            raise UserError(
+                f"adam_eps={self.adam_eps} must be {LEAST_EPS} or more: squares of small gradients "
+                f"are 0 in float32, and Adam then divides by adam_eps alone; 1e-8 is usual"
+            )
         if not self.grad_clip > 0:
             raise UserError(f"grad_clip={self.grad_clip} must be above 0; inf clips nothing")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -224,6 +234,10 @@ class TrainConfig:
             return self
         steps = math.ceil(self.epochs * windows / self.batch_size)
         return replace(self, steps=steps, epochs=0.0)
+
+    def evaluates(self, done: int) -> bool:
+        """Whether the held-out loss is measured after `done` steps."""
+        return done == self.steps or due(done, self.eval_interval)
 
     def to_dict(self) -> dict[str, Any]:
         """The config as plain data, from which `build` makes an equal config."""
@@ -261,6 +275,11 @@ class TrainConfig:
             from ladder.parallel.sequence import check_rows  # late: it imports torch
 
             check_rows(sequences, self.seq_len, self.tp)
+
+
+def due(done: int, interval: int) -> bool:
+    """Whether `done` is a multiple of `interval`; never if `interval` is 0."""
+    return bool(interval) and done % interval == 0
 
 
 def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
@@ -303,19 +322,42 @@ def refuse_changes(
 ) -> None:
     """Raise UserError if a resumed run's config would change what is computed.
 
-    An option that is newer than the old run had its default there. moved: names of folders that may
-    have another path.
+    The length is left to `refuse_length`. An option that is newer than the old run had its default
+    there. moved: names of folders that may have another path.
     """
     current = new.to_dict()
     for item in fields(TrainConfig):
         name = item.name
         before = old.get(name, item.default)
-        if name in FREE_ON_RESUME or (name in moved and before and current[name]):
+        if name in (*FREE_ON_RESUME, *LENGTH) or (name in moved and before and current[name]):
             continue
         if name in DISTILLING and not (old.get("teacher") or new.teacher):
             continue  # ignored by the old run, and refused now
         if before != current[name]:
-            raise UserError(
-                f"{name}={current[name]!r} differs from the run in {run}, which was started with "
-                f"{name}={before!r}; resume with that, or start a new run with another out"
-            )
+            raise differs(name, current[name], before, run)
+
+
+def refuse_length(old: Mapping[str, Any], new: TrainConfig, epochs: float, run: Path) -> None:
+    """Raise UserError if a resumed run would have another number of steps.
+
+    To be called after all that determines the steps of an epoch was compared. epochs: what
+    `new.steps` was computed from; 0: it was given.
+    """
+    before = old.get("steps", TrainConfig.steps)
+    if before == new.steps:
+        return
+    if epochs:
+        raise UserError(
+            f"epochs={epochs:g} makes steps={new.steps}, but the run in {run} was started with "
+            f"steps={before}; resume with steps={before} in place of epochs, or start a new run "
+            f"with another out"
+        )
+    raise differs("steps", new.steps, before, run)
+
+
+def differs(name: str, now: Any, before: Any, run: Path) -> UserError:
+    """The error for an option that must stay as it was when the run in `run` was started."""
+    return UserError(
+        f"{name}={now!r} differs from the run in {run}, which was started with "
+        f"{name}={before!r}; resume with that, or start a new run with another out"
+    )

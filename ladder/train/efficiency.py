@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import torch
 
-# Dense bfloat16 FLOPs per second, by a part of the GPU's name; vendors' data sheets.
-PEAKS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12}
+# Dense bfloat16 FLOPs per second, by words of the GPU's name; the first that it contains counts, so
+# the more specific come first. From NVIDIA's data sheets, whose figures with sparsity are twice as
+# high.
+PEAKS = {
+    "H100 PCIe": 756e12,  # H100: 1,513 TFLOPS with sparsity
+    "H100 NVL": 835e12,  # H100: 1,671, of one GPU
+    "H100": 989e12,  # H100, SXM: 1,979; its name has the memory in place of SXM
+    "H200 NVL": 835e12,  # H200: 1,671
+    "H200": 989e12,  # H200, SXM: 1,979
+    "GH200": 989e12,  # GH200 Grace Hopper Superchip: 1,979
+    "H800 PCIe": 756e12,  # an H100 with slower links and float64
+    "H800": 989e12,
+    "A100": 312e12,  # A100, PCIe and SXM: 312, without sparsity
+    "GB200": 2500e12,  # GB200 NVL72: 10 PFLOPS with sparsity, of two GPUs
+    "B200": 2250e12,  # HGX B200: 36 PFLOPS with sparsity, of eight GPUs
+}
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -13,4 +27,5 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    words = f" {name} ".replace("-", " ")  # A100-SXM4-80GB
+    return next((peak for part, peak in PEAKS.items() if f" {part} " in words), None)

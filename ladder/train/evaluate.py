@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +49,8 @@ def bits_per_byte(
     mesh: DeviceMesh | None = None,
     mask_documents: bool = False,
     plan: Plan | None = None,
-) -> Heldout:
+    told: Iterator[bool] | None = None,
+) -> Heldout | None:
     """Evaluate on the first `limit` held-out windows of seq_len tokens (0: all of them).
 
     Data-parallel ranks share the batches out; every rank returns the same. End-of-document tokens
@@ -56,7 +58,8 @@ def bits_per_byte(
 
     mask_documents: each token attends only to its own document, for models trained so. The targets
     and their bytes do not depend on it, so the figures are comparable. plan: the plan in force;
-    None: the model's own.
+    None: the model's own. told: an item before each batch, the same on every rank, whether to stop;
+    the result is then None.
     """
     device = local_tensor(model.model.embed_tokens.weight).device
     dp, dp_rank = data_parallel(mesh)
@@ -65,7 +68,8 @@ def bits_per_byte(
     batches = heldout_order(windows, limit or None, batch_size)
     # Every rank must run the same number of forward passes, since each pass gathers shards of all
     # ranks: a rank without a batch repeats the last one and does not count it.
-    while group := list(itertools.islice(batches, dp)):
+    told, stopped = told or itertools.repeat(False), False
+    while (group := list(itertools.islice(batches, dp))) and not (stopped := next(told)):
         chosen = group[min(dp_rank, len(group) - 1)]
         tokens, targets = windows.read(chosen)
         begins = windows.begins(chosen, tokens, data.eos_id if mask_documents else None)
@@ -77,6 +81,8 @@ def bits_per_byte(
         sums[1] += int((targets >= 0).sum())
         sums[2] += int(text_bytes(data, targets).sum())
     let_go(model)
+    if stopped:
+        return None
     sum_over_data(sums, mesh)
     nats, tokens_seen, text = sums.tolist()
     return Heldout(nats / tokens_seen, nats / math.log(2) / text, int(tokens_seen))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.parallel import launch
+from ladder.train.step import to_host
 
 
 class Interruption:
@@ -50,3 +52,15 @@ class Interruption:
         if launch.world_size() > 1:
             dist.all_reduce(noted, op=dist.ReduceOp.MAX)
         return noted
+
+    def between(self, device: torch.device) -> Iterator[bool]:
+        """An item before each piece of a long work: whether any rank is known to be told to stop.
+
+        As of the item before, so that the device need not be idle while the host waits for the
+        answer. Each item is a collective: all ranks get the same.
+        """
+        told = to_host(self.on_any_rank(device))
+        yield False
+        while True:
+            before, told = told, to_host(self.on_any_rank(device))
+            yield before() != [0]

@@ -25,7 +25,7 @@ from ladder.parallel.mesh import make_mesh
 from ladder.progress import Progress
 from ladder.train import state
 from ladder.train.checkpointer import Checkpointer
-from ladder.train.config import TrainConfig
+from ladder.train.config import TrainConfig, due
 from ladder.train.evaluate import Heldout, bits_per_byte
 from ladder.train.interruption import Interruption
 from ladder.train.metrics import Metrics
@@ -202,24 +202,38 @@ class Trainer:
     def train(self, last: int) -> Heldout | None:
         """Train up to `last` steps in total; returns the last evaluation, None if told to stop."""
         config, result = self.run.config, None
+        if self.run.unevaluated:
+            result = self.evaluate(self.run.start)
+            if result is None:
+                self.say_told(self.run.start, missed=True)
+                return None
         for step, batch in zip(range(self.run.start, last), self.batches, strict=True):
             self.launch(step, batch)
-            done = step + 1
-            evaluates = done == config.steps or _due(done, config.eval_interval)
-            saves = done == last or _due(done, config.checkpoint_interval)
+            done, missed = step + 1, False
+            evaluates = config.evaluates(done)
+            saves = done == last or due(done, config.checkpoint_interval)
             self.settle(last, drain=evaluates or saves)
+            if saves or self.stopped:  # first: an evaluation that fails or is killed loses no step
+                self.save(done)
             if evaluates:
                 result = self.evaluate(done)
-            if saves or self.stopped:
-                self.save(done, wait=done == last or self.stopped)
-            if self.stopped and done < last:
-                _say(
-                    f"told to stop (SIGTERM): saved step {done} of {config.steps}; continue with "
-                    f"--resume",
-                    f"run: {self.run.folder}",
-                )
+                missed = result is None
+            if self.stopped and (done < last or missed):
+                if self.saved < done:  # told during the evaluation
+                    self.save(done)
+                self.say_told(done, missed)
                 return None
+        self.checkpointer.wait()
         return result
+
+    def say_told(self, done: int, missed: bool) -> None:
+        """Say, once it is saved, that the run was told to stop. missed: an evaluation was due."""
+        self.checkpointer.wait()
+        _say(
+            f"told to stop (SIGTERM): saved step {done} of {self.run.config.steps}"
+            f"{', not evaluated' if missed else ''}; continue with --resume",
+            f"run: {self.run.folder}",
+        )
 
     def launch(self, step: int, batch: Batch) -> None:
         """Launch a step without waiting for it."""
@@ -253,31 +267,35 @@ class Trainer:
             self.stopped = self.stopped or launched.told() != [0]
             done = launched.step + 1
             final = not self.in_flight and (done == last or self.stopped)
-            if _due(done, self.run.config.log_interval) or final:
+            if due(done, self.run.config.log_interval) or final:
                 self._log(launched, outcome)
 
-    def evaluate(self, done: int) -> Heldout:
-        """Measure and record the held-out loss after `done` steps."""
+    def evaluate(self, done: int) -> Heldout | None:
+        """Measure and record the held-out loss after `done` steps; None if told to stop before."""
+        if self.stopped:
+            return None
         run, config = self.run, self.run.config
         result = bits_per_byte(
             self.model, run.data, config.seq_len, run.micro, config.eval_windows, run.mesh,
             config.mask_documents, run.model_after(done).plan,
+            self.interruption.between(run.device),
         )  # fmt: skip
+        if result is None:
+            self.stopped = True
+            return None
         self.metrics.write(
             done, heldout_loss=result.loss, heldout_bits_per_byte=result.bits_per_byte
         )
         self.speed.begin(done)
         return result
 
-    def save(self, done: int, wait: bool) -> None:
-        """Begin to save the state after `done` steps. wait: return when it is complete."""
+    def save(self, done: int) -> None:
+        """Begin to save the state after `done` steps."""
         self.saved = done
         seconds = self.checkpointer.save(
             self.run.checkpoint_record(done), self.run.model_after(done)
         )
         self.metrics.write(done, checkpoint_seconds=seconds)
-        if wait:
-            self.checkpointer.wait()
         self.speed.begin(done)
 
     def _log(self, launched: Launched, outcome: Outcome) -> None:
@@ -312,11 +330,6 @@ class Trainer:
             f"{where}. {kept}; start another run with a lower lr={self.run.config.lr}, or "
             f"dtype=float32, from init={self.run.folder} perhaps"
         )
-
-
-def _due(done: int, interval: int) -> bool:
-    """Whether `done` is a multiple of `interval`; never if `interval` is 0."""
-    return bool(interval) and done % interval == 0
 
 
 def _first_not_finite(loss: float, drawn: list[int]) -> str:

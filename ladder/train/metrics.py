@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib import import_module
@@ -13,8 +14,10 @@ from typing import Any
 
 from ladder.files import write_text
 from ladder.models.errors import UserError
+from ladder.reader import read_json
 
 FILE = "metrics.jsonl"
+REMOTE = "wandb.json"  # the run's id at Weights & Biases
 
 
 def check_packages(tensorboard: bool, wandb: str) -> None:
@@ -36,18 +39,20 @@ def check_packages(tensorboard: bool, wandb: str) -> None:
             ) from error
 
 
-def connect(run: Path, wandb: str, recipe: Mapping[str, Any]) -> Any:
+def connect(run: Path, wandb: str, recipe: Mapping[str, Any], resumed: bool) -> Any:
     """A Weights & Biases run in the project `wandb` with the config `recipe`; None: no project.
 
-    Raises UserError if the run cannot be started there.
+    resumed: continue the record of this folder's run, if it has one there. Writes the run's id to
+    the folder: to be called by one rank, before recipe.json is written. Raises UserError if the run
+    cannot be started there.
     """
     if not wandb:
         return None
-    # The id is derived from the run's folder, so that a resumed run continues its record.
-    name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+    known = _remote_id(run) if resumed else None
+    name = known or secrets.token_hex(8)
     try:
-        return import_module("wandb").init(
-            project=wandb, name=run.name, id=name, resume="allow", dir=str(run),
+        remote = import_module("wandb").init(
+            project=wandb, name=run.name, id=name, resume="allow" if known else None, dir=str(run),
             config=dict(recipe),
         )  # fmt: skip
     except Exception as error:  # wandb raises exceptions of many kinds
@@ -56,6 +61,24 @@ def connect(run: Path, wandb: str, recipe: Mapping[str, Any]) -> Any:
             f"wandb={wandb!r} cannot be reached ({said}): log in with `wandb login`, set "
             f"WANDB_MODE=offline, or leave wandb out"
         ) from error
+    write_text(run / REMOTE, json.dumps({"id": name}) + "\n")
+    return remote
+
+
+def _remote_id(run: Path) -> str | None:
+    """The id at Weights & Biases of the run in a folder; None: it was never there."""
+    path, recipe = run / REMOTE, run / "recipe.json"
+    if path.is_file():
+        found = read_json(path).get("id")
+        if not isinstance(found, str) or not found:
+            raise UserError(
+                f"{path} has id={found!r}, no run's id; put it right, or remove the file"
+            )
+        return found
+    if recipe.is_file() and read_json(recipe).get("wandb"):
+        # Begun by a version that kept no id and derived it from the folder.
+        return hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+    return None
 
 
 class Metrics:

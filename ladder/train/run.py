@@ -22,7 +22,7 @@ from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.parallel.data import data_parallel, size_of
 from ladder.train import state
-from ladder.train.config import TrainConfig, refuse_changes
+from ladder.train.config import TrainConfig, differs, refuse_changes, refuse_length
 from ladder.train.evaluate import check_heldout
 from ladder.train.metrics import check_packages, connect, read_metrics
 from ladder.train.start import Start, starting_point
@@ -34,8 +34,9 @@ class Run:
 
     config: the recipe, with its length in steps. fingerprint: that of the data. source: the model
     and its initial weights. checkpoint: the folder from which the run resumes, and record: its
-    train.json; None: the run starts at step 0. again: --resume was given, but there is no
-    checkpoint yet. micro: sequences per forward pass. teacher: see `teacher_record`.
+    train.json; None: the run starts at step 0. unevaluated: the checkpoint's evaluation is due, but
+    was not recorded. again: --resume was given, but there is no checkpoint yet. micro: sequences
+    per forward pass. teacher: see `teacher_record`.
     """
 
     config: TrainConfig
@@ -47,6 +48,7 @@ class Run:
     source: Start
     checkpoint: Path | None
     record: Mapping[str, Any] | None
+    unevaluated: bool
     again: bool
     micro: int
     teacher: Mapping[str, str] | None
@@ -109,6 +111,8 @@ class Run:
             ended = "the run ended before its first checkpoint: it starts again"
             return [ended] if self.again else []
         begun = f"resuming from step {_steps_of(self.record):,} of {self.config.steps:,}"
+        if self.unevaluated:
+            begun += ", which is evaluated first"
         old = self.record["config"].get("micro_batch_size")
         before = _layout(self.config, old, self.record.get("layout"))
         now = _layout(self.config, self.config.micro_batch_size, self.layout)
@@ -126,7 +130,8 @@ class Run:
         Returns the Weights & Biases run, or None if none was requested.
         """
         state.remove_partial(self.folder)
-        remote = connect(self.folder, self.config.wandb, self.recipe)
+        resumed = self.again or self.record is not None
+        remote = connect(self.folder, self.config.wandb, self.recipe, resumed)
         write_text(self.folder / "recipe.json", json.dumps(self.recipe, indent=1) + "\n")
         return remote
 
@@ -154,22 +159,26 @@ def check_run(
     """
     folder = Path(config.out)
     windows = data.windows("train", config.seq_len)
-    config = config.with_steps(len(windows))
-    found = checkpoints(folder)
-    # A run that resumes has its model in its own folder, which is checked first.
-    source = None if resume else starting_point(config, data)
-    content = fingerprint(data)
+    found, content, epochs, source = checkpoints(folder), fingerprint(data), config.epochs, None
+    if not resume:
+        config = config.with_steps(len(windows))
+        source = starting_point(config, data)
+    # A run that resumes has its model in its own folder, which is checked first. Its length is
+    # compared after all from which epochs are turned into steps.
     record = _check_folder(folder, config, content, resume, found, left)
+    config = config.with_steps(len(windows))
+    unevaluated = record is not None and _check_length(folder, config, epochs, record)
     teacher = teacher_record(config) if config.teacher else None
     _check_teacher((record or {}).get("teacher"), teacher, config)
     checkpoint = found[-1][1] if record else None
     if source is None:
         source = starting_point(config, data, checkpoint, (record or {}).get("first_plan"))
     if resume and not record:
-        _check_restart(folder, config, config.resolved(source.config))
+        _check_restart(folder, config, epochs, config.resolved(source.config))
     launch.agree({"model": source.config.to_dict()})
     launch.agree({"teacher": teacher and teacher["model"]})
-    launch.agree({"start": _steps_of(record)})  # before any rank writes to the folder
+    # Before any rank writes to the folder.
+    launch.agree({"start": _steps_of(record), "unevaluated": unevaluated})
     micro = _micro_batch(config, data_parallel(mesh)[0])
     check_heldout(data, config.seq_len, config.eval_windows)
     heldout = len(data.windows("heldout", config.seq_len).first(config.eval_windows or None))
@@ -178,8 +187,8 @@ def check_run(
     launch.on_first(lambda: check_packages(config.tensorboard, config.wandb))
     again = resume and not record
     return Run(
-        config, device, mesh, data, content, windows, source, checkpoint, record, again, micro,
-        teacher,
+        config, device, mesh, data, content, windows, source, checkpoint, record, unevaluated,
+        again, micro, teacher,
     )  # fmt: skip
 
 
@@ -241,19 +250,33 @@ def _check_folder(
     record = state.verified(found)
     # Weights come from the checkpoint, and the teacher is known by its files.
     moved = ("init", "teacher") if "teacher" in record else ("init",)
-    refuse_changes(record["config"], config, run, moved)
     if record.get("data") != fingerprint:
         raise UserError(
             f"data={config.data} has changed since the run in {run} was started; "
             f"resume with the data it was started with, several sources in their old order and "
             f"weights"
         )
-    if record["step"] >= config.steps:
+    refuse_changes(record["config"], config, run, moved)
+    return record
+
+
+def _check_length(run: Path, config: TrainConfig, epochs: float, record: Mapping[str, Any]) -> bool:
+    """Whether the evaluation of this checkpoint, which comes after it, has yet to be made.
+
+    Raises UserError if the run had another length, or if nothing is left to do. epochs: see
+    `refuse_length`.
+    """
+    refuse_length(record["config"], config, epochs, run)
+    step = record["step"]
+    unevaluated = config.evaluates(step) and not any(
+        each["step"] == step and "heldout_loss" in each for each in read_metrics(run)
+    )
+    if step >= config.steps and not unevaluated:
         raise UserError(
             f"out={config.out} has finished its steps={config.steps} already; to train its weights "
             f"further, start another run from them: init={config.out} and another out"
         )
-    return record
+    return unevaluated
 
 
 def _check_teacher(
@@ -274,10 +297,11 @@ def _layout(config: TrainConfig, micro: int | None, layout: Mapping[str, int] | 
     return {**layout, "micro_batch_size": micro or config.batch_size // layout.get("dp", 1)}
 
 
-def _check_restart(run: Path, config: TrainConfig, recipe: dict[str, Any]) -> None:
+def _check_restart(run: Path, config: TrainConfig, epochs: float, recipe: dict[str, Any]) -> None:
     """Raise UserError unless `recipe` may start the run in that folder, without checkpoint, again.
 
-    It must be the run's own recipe, and the run must never have had a checkpoint.
+    It must be the run's own recipe, and the run must never have had a checkpoint. epochs: see
+    `refuse_length`.
     """
     path = run / "recipe.json"
     records = read_metrics(run)
@@ -294,11 +318,8 @@ def _check_restart(run: Path, config: TrainConfig, recipe: dict[str, Any]) -> No
             if key == "rope_scaling" and isinstance(before, dict):
                 before = {"rope_type": "llama3", **before}  # early versions had no other type
             if key != "name" and before != recipe["model"].get(key):
-                raise UserError(
-                    f"model.{key}={recipe['model'].get(key)!r} differs from the run in {run}, "
-                    f"which was started with model.{key}={before!r}; resume with that, or start a "
-                    f"new run with another out"
-                )
+                raise differs(f"model.{key}", recipe["model"].get(key), before, run)
+        refuse_length(old, config, epochs, run)
     elif records:
         raise UserError(
             f"--resume: out={config.out} has neither a checkpoint nor recipe.json, and its "

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +28,35 @@ def test_a_cpu_has_no_known_peak() -> None:
     assert peak_flops(torch.device("cpu")) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H800", 989e12),
+        ("NVIDIA H800 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA H20", None),
+    ],
+)
+def test_the_peak_is_that_of_the_gpus_form(
+    monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None
+) -> None:
+    """Catches the peak of SXM for cards with fewer and slower multiprocessors."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == peak
+
+
 def test_metrics_go_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values with their steps; a resumed run has the same id; a failed one is marked as failed."""
+    """Values with their steps; a failed run is marked as failed; other ranks send nothing."""
     calls: list[tuple[Any, ...]] = []
     remote = SimpleNamespace(
         log=lambda values, step: calls.append(("log", values, step)),
@@ -34,23 +64,69 @@ def test_metrics_go_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.Mo
     )
 
     def init(**options: Any) -> Any:
-        calls.append(("init", options["project"], options["id"], options["config"]))
+        calls.append(("init", options["project"], options["config"]))
         return remote
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    with Metrics(tmp_path, False, 0, True, connect(tmp_path, "mine", {"lr": 1.0})) as metrics:
+    begun = connect(tmp_path, "mine", {"lr": 1.0}, False)
+    with Metrics(tmp_path, False, 0, True, begun) as metrics:
         metrics.write(3, loss=2.5)
-    again = connect(tmp_path, "mine", {})
+    again = connect(tmp_path, "mine", {}, True)
     with pytest.raises(RuntimeError), Metrics(tmp_path, False, 3, True, again):
         raise RuntimeError
     with Metrics(tmp_path, False, 3, enabled=False, remote=remote) as metrics:
         metrics.write(4, loss=2.0)
     assert [call[0] for call in calls] == ["init", "log", "finish", "init", "finish"]
-    assert calls[0][1] == "mine"
-    assert calls[0][3] == {"lr": 1.0}
-    assert calls[0][2] == calls[3][2]
+    assert calls[0][1:] == ("mine", {"lr": 1.0})
     assert calls[1][1:] == ({"loss": 2.5}, 3)
     assert (calls[2][1], calls[4][1]) == (0, 1)
+
+
+def test_a_run_has_its_own_id_at_weights_and_biases(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which --resume alone takes up. Catches an id that another run in a folder of the same path
+    has, on another machine or before this one was made."""
+    seen: list[tuple[str, str | None]] = []
+    remote = SimpleNamespace(log=lambda values, step: None, finish=lambda exit_code: None)
+
+    def init(**options: Any) -> Any:
+        seen.append((options["id"], options["resume"]))
+        return remote
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    run = tmp_path / "run"
+    settings = {**SETTINGS, "data": str(corpus), "out": str(run), "wandb": "mine"}
+
+    def trained(**more: Any) -> tuple[str, str | None]:
+        train(build(TrainConfig, settings, "test recipe"), device="cpu", **more)
+        return seen[-1]
+
+    begun = trained(stop_after=1)
+    kept = json.loads((run / "wandb.json").read_text())
+    assert begun == (kept["id"], None)
+    assert trained(resume=True) == (kept["id"], "allow")
+
+    shutil.rmtree(run)
+    again = trained(stop_after=1)
+    assert again[0] != begun[0]
+    assert again[1] is None
+
+    (run / "wandb.json").write_text('{"id": 5}')
+    with pytest.raises(UserError, match=r"wandb\.json has id=5, no run's id; .*remove the file"):
+        trained(resume=True)
+    (run / "wandb.json").unlink()  # as of a run that was begun before ids were kept
+    of_path = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+    assert trained(resume=True) == (of_path, "allow")
+
+    shutil.rmtree(run)
+    settings["wandb"] = ""
+    train(build(TrainConfig, settings, "test recipe"), device="cpu", stop_after=1)
+    assert not (run / "wandb.json").exists()
+    settings["wandb"] = "mine"
+    late = trained(resume=True)  # sent there from its second part on
+    assert late == (json.loads((run / "wandb.json").read_text())["id"], None)
+    assert late[0] != of_path
 
 
 SHARE = "tokens_per_second_per_gpu"

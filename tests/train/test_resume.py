@@ -14,6 +14,7 @@ import torch
 
 from ladder.checkpoint import newest
 from ladder.config import build
+from ladder.data.prepared import open_data
 from ladder.models import UserError
 from ladder.train import loop, metrics, shards
 from ladder.train.config import TrainConfig
@@ -172,6 +173,38 @@ def test_a_run_of_an_earlier_version_that_never_saved_can_be_resumed(
     assert data["model"]["rope_scaling"].pop("rope_type") == "llama3"
     path.write_text(json.dumps(data))
     train(config, device="cpu", resume=True, stop_after=1)
+
+
+def test_a_run_of_epochs_names_what_was_changed(corpus: Path, tmp_path: Path) -> None:
+    """Not the steps that its epochs come to, which change with the batches, the sequences and the
+    data; the warm-up may no longer fit either. Catches a remedy that is refused in turn."""
+    windows = len(open_data(corpus).windows("train", 16))
+    begun = {"epochs": 24 / windows, "steps": 1000}  # 6 steps of 4 windows
+    train(recipe(corpus, tmp_path / "run", **begun), device="cpu", stop_after=2)
+    break_off(recipe(corpus, tmp_path / "broken", **begun), 3)
+    for run in ("run", "broken"):
+        for changes, message in (
+            ({"batch_size": 2}, "batch_size=2 differs .* started with batch_size=4; resume with"),
+            ({"seq_len": 8}, "seq_len=8 differs"),
+            (
+                {"epochs": 48 / windows},
+                r"epochs=\S+ makes steps=12, .* started with steps=6; resume with steps=6 in place",
+            ),
+            ({"epochs": 0.0, "steps": 7}, "steps=7 differs .* started with steps=6"),
+        ):
+            with pytest.raises(UserError, match=f"^{message}"):
+                train(recipe(corpus, tmp_path / run, **begun | changes), device="cpu", resume=True)
+    shutil.copytree(corpus, tmp_path / "copy")
+    twice = [{"path": str(path), "weight": 1} for path in (corpus, tmp_path / "copy")]
+    for changes, message in (
+        ({"batch_size": 24}, "batch_size=24 differs"),  # one step, of which two would be warm-up
+        ({"data": twice}, "data=.* has changed since"),
+    ):
+        with pytest.raises(UserError, match=f"^{message}"):
+            train(recipe(corpus, tmp_path / "run", **begun | changes), device="cpu", resume=True)
+    train(recipe(corpus, tmp_path / "run", steps=6), device="cpu", resume=True)
+    train(recipe(corpus, tmp_path / "broken", **begun), device="cpu", resume=True)
+    assert untimed(tmp_path / "run") == untimed(tmp_path / "broken")
 
 
 def break_off(config: TrainConfig, step: int) -> None:

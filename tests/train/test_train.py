@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from ladder.checkpoint import checkpoints, load_model, newest
+from ladder.config import build
 from ladder.files import checksum
 from ladder.models import Transformer, UserError
 from ladder.train import loop, metrics
+from ladder.train.config import LEAST_EPS, TrainConfig
 from ladder.train.loop import train
 from ladder.train.optim import learning_rate, make_optimizer
 from tests.distributed import Pools
@@ -133,6 +135,20 @@ def test_learning_rate_schedule(corpus: Path, tmp_path: Path) -> None:
     assert learning_rate(0, one) == 1.0
 
 
+def test_the_least_eps_keeps_steps_finite() -> None:
+    """For gradients whose squares are 0 in float32, or nearly; those of 0 change nothing."""
+    for size in (0.0, 1e-30, 1e-23, 1e-20, 1e-16, 1.0):
+        model = Transformer(small_config("standard"))
+        settings = {"data": "", "out": "", "adam_eps": LEAST_EPS, "lr": 1.0, "weight_decay": 0.0}
+        optimizer = make_optimizer(model, build(TrainConfig, settings, "test recipe"))
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+            parameter.grad = torch.full_like(parameter, size)
+        optimizer.step()
+        moved = torch.nn.utils.parameters_to_vector(model.parameters()).abs().max().item()
+        assert moved <= 1.01 if size else moved == 0, size
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -142,6 +158,8 @@ def test_learning_rate_schedule(corpus: Path, tmp_path: Path) -> None:
         ({"dtype": "float16"}, "dtype='float16'"),
         ({"warmup_steps": 6}, "warmup_steps=6 must be below steps=6.*warmup_steps=0"),
         ({"betas": [0.9]}, "betas="),
+        ({"adam_eps": 0.0}, "adam_eps=0.0 must be 1e-16 or more: .*float32.* 1e-8 is usual"),
+        ({"adam_eps": -1e-8}, "adam_eps=-1e-08 must be 1e-16 or more"),
         ({"seq_len": 4096}, "seq_len=4096 is longer than the model's max_seq_len"),
         ({"plan": "none", "tp_degree": 2}, "plan='none' has no communication"),
         ({"plan": "none"}, "plan='none' has no communication"),
