@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from ladder.hf.attending import LadderCache, given_mask, packed
+from ladder.hf.refusals import refuse_devices, refuse_options, refuse_replicas
 from ladder.hf_config import config_from_huggingface, refuse_quantised
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
@@ -206,6 +207,9 @@ class LadderModel(nn.Module):
         )
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
+    def _replicate_for_data_parallel(self) -> Any:
+        refuse_replicas()
+
     def _refuse_output(self, name: str, asked: bool | None) -> None:
         if getattr(self.config, name, False) if asked is None else asked:
             raise UserError(f"{name}=True is not supported: leave it out")
@@ -266,7 +270,8 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         names = (name for name, each in self.named_modules() if each is module)
         for name, parameter in module.named_parameters(next(names), recurse=False):
-            if not getattr(parameter, "_is_hf_initialized", False):
+            # One without memory has its values on disk.
+            if not (getattr(parameter, "_is_hf_initialized", False) or parameter.is_meta):
                 seed = int(torch.randint(2**62, ()))
                 generator = torch.Generator(parameter.device).manual_seed(seed)
                 self.transformer.initialise(parameter, name, generator)
@@ -308,18 +313,8 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises UserError as `load_model` does, and for quantisation.
         """
-        for name in ("load_in_8bit", "load_in_4bit", "quantization_config", "gguf_file"):
-            if given := options.get(name):
-                shown = given if isinstance(given, bool | str | dict) else type(given).__name__
-                raise UserError(
-                    f"{name}={shown!r} is not for our models, whose matrices no quantiser "
-                    f"supports; leave it out, and load with dtype=torch.bfloat16 to save memory"
-                )
-        if options.setdefault("use_safetensors", True) is not True:
-            raise UserError(
-                f"use_safetensors={options['use_safetensors']!r} would unpickle the folder's "
-                f"weights; leave it out"
-            )
+        refuse_options(options)
+        options.setdefault("use_safetensors", True)
         folder = Path(str(path), options.get("subfolder") or "")
         if (folder / "config.json").is_file() and not options.get("variant"):
             TensorReader(folder, "model").close()  # its errors for missing or .bin files are clear
@@ -335,9 +330,11 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Any:
         """Check the files that transformers has found or downloaded before it reads them.
 
-        It would fill missing tensors with random numbers, and accept tied tensors that differ.
+        It would fill missing tensors with random numbers, and accept tied tensors that differ. The
+        devices of a device_map are known here, too, and nothing is on them yet.
         expected_keys: the names of an adapter's tensors, when an adapter is loaded.
         """
+        refuse_devices(load_config.device_map)
         if checkpoint_files is not None and expected_keys is None:
             files = [Path(file) for file in checkpoint_files]
             reader = TensorReader(files[0].parent, "model", [file.name for file in files])

@@ -19,8 +19,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ladder.comm.capture import Mode
-from ladder.costs import CAPACITY_STEP, GRAPHED_PROMPT_TOKENS
+from ladder.costs import CAPACITY_STEP, GRAPHED_PROMPT_TOKENS, HEADROOM
 from ladder.infer.cache import Cache, check_cache_kind
+from ladder.infer.devices import (
+    device_of,
+    least_free,
+    on_device,
+    on_its_device,
+    pass_bytes,
+    release,
+    session_bytes,
+    to_host,
+)
 from ladder.infer.fused import InferenceTransformer, can_fuse, fuse, fuse_refusal
 from ladder.infer.graphs import capture_graph
 from ladder.infer.load import load_for_inference, refuse_device
@@ -34,7 +44,6 @@ from ladder.models.layers import vocabulary_start
 from ladder.models.transformer import Transformer
 from ladder.parallel.chains import overlaps
 from ladder.parallel.reducers import PushReducer
-from ladder.parallel.sharding import local_tensor
 
 SESSIONS = 8  # kept by an engine, each with its own cache
 PROMPT_GRAPHS = 8  # kept by a session, one per padded width; each holds the memory of a prefill
@@ -80,7 +89,7 @@ class Session:
         self.fused, self.graphs = fused, graphs
         # by width: the graph, its input (the tokens) and its output (the logits)
         self.prompt_graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
-        device = device_of(model)
+        self.device = device = device_of(model)
         self.model, self.sampling, self.capacity = model, sampling, capacity
         self.cache = Cache(model, batch, capacity, cache)
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -100,6 +109,7 @@ class Session:
         self.logits = self.graph_logits = torch.empty(0, device=device)
         self.left = 0  # decode steps until every sequence has filled its row of the cache
 
+    @on_its_device
     def prefill(self, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> None:
         """Run the prompts and choose the first new token of each; UserError if one is too long."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -150,6 +160,7 @@ class Session:
         last = self.positions - 1 if padded.shape[1] > 1 else None
         self._choose(padded, None, positions=positions, cache=self.cache, last=last)
 
+    @on_its_device
     def step(self) -> None:
         """Decode one token of every sequence; the tokens of finished sequences are not used.
 
@@ -195,6 +206,7 @@ class Session:
         if advance is not None:
             advance.add_(1).clamp_(max=self.capacity - 1)
 
+    @on_its_device
     def capture(self) -> None:
         """Record `step` in a CUDA graph; `prefill` overwrites the state that warm-up changes."""
         reducer = self.model.reducer
@@ -212,11 +224,6 @@ class Session:
         self.graph_logits = self.logits
 
 
-def device_of(model: Transformer) -> torch.device:
-    """Where its weights are."""
-    return local_tensor(model.model.embed_tokens.weight).device
-
-
 class Engine:
     """Generates with a model on its device and ranks; every rank makes the same calls.
 
@@ -225,8 +232,8 @@ class Engine:
     CUDA graphs; None: on GPUs. fused: pack the model's weights and decode with fused kernels
     (`ladder.infer.fused`, which empties the original model); None: on GPUs, if the kernels support
     the model. cache: the type of keys and values, `auto` (the model's) or `fp8` (see
-    ladder.infer.cache). The engine keeps the SESSIONS sessions that were used last (a cache and a
-    graph for a batch size, a cache length and a kind of sampling).
+    ladder.infer.cache). The engine keeps the sessions that were used last (a cache and graphs for a
+    batch size, a cache length and a kind of sampling): SESSIONS, or as many as leave memory.
     """
 
     def __init__(
@@ -261,8 +268,8 @@ class Engine:
                 activations=activations,
             )
         loaded = FUSED.get(loaded, loaded)
-        here = device_of(loaded)
-        self.on_gpu = on_gpu = here.type == "cuda"
+        self.device = device_of(loaded)
+        on_gpu = self.device.type == "cuda"
         if graphs and not on_gpu:
             raise UserError("graphs=True needs a model on a GPU; leave it out on a CPU")
         if fused and (reason := fuse_refusal(loaded)):
@@ -273,15 +280,17 @@ class Engine:
             fused = isinstance(loaded, InferenceTransformer) or (on_gpu and can_fuse(loaded))
         self.fused = fused
         if cache == "fp8":
-            refuse_device("fp8", here, "keys and values", "--cache auto")
+            refuse_device("fp8", self.device, "keys and values", "--cache auto")
         if fused and not isinstance(loaded, InferenceTransformer):
-            FUSED[loaded] = fused_model = fuse(loaded)
+            with on_device(self.device):
+                FUSED[loaded] = fused_model = fuse(loaded)
             loaded = fused_model
         self.model = loaded
         self.graphs = on_gpu if graphs is None else graphs
         self.sessions: dict[tuple[int, int, Sampling], Session] = {}
 
     @torch.inference_mode()
+    @on_its_device
     def session(self, batch: int, length: int, sampling: Sampling) -> Session:
         """A session for `batch` sequences of up to `length` tokens, with its graph if enabled."""
         context = self.model.config.max_seq_len
@@ -289,16 +298,19 @@ class Engine:
             raise UserError(
                 f"a session of {length} tokens is longer than the model's max_seq_len={context}"
             )
+        if isinstance(self.model, InferenceTransformer):
+            self.model.refuse_batch(batch)
         capacity = length
         if self.graphs:
             capacity = min(math.ceil(length / CAPACITY_STEP) * CAPACITY_STEP, context)
         key = (batch, capacity, replace(sampling, seed=0))
         session = self.sessions.pop(key, None)
         if session is None:
-            if len(self.sessions) >= SESSIONS:  # free memory for the new one
-                if self.on_gpu:
-                    torch.cuda.synchronize()  # its graphs have finished
+            if len(self.sessions) >= SESSIONS:
+                release(self.device)  # its graphs have finished
                 del self.sessions[next(iter(self.sessions))]
+            if self.sessions:
+                self._make_room(session_bytes(self.model, batch, capacity, self.cache))
             session = Session(
                 self.model, batch, capacity, sampling, self.fused, self.graphs, self.cache
             )
@@ -307,6 +319,17 @@ class Engine:
         if self.graphs:
             self.sessions[key] = session  # the newest is the last
         return session
+
+    def _make_room(self, need: float, using: Session | None = None) -> None:
+        """Drop the sessions used longest ago until every rank has `need` bytes free, or only
+        `using` is left. All ranks drop the same."""
+        old = [key for key, each in self.sessions.items() if each is not using]
+        released = False
+        while old and need > HEADROOM * least_free(self.device, self.model.reducer):
+            if released:  # before, graphs may run, and what torch keeps unused may be enough
+                del self.sessions[old.pop(0)]
+            release(self.device)
+            released = True
 
     @torch.inference_mode()
     def generate(
@@ -337,15 +360,18 @@ class Engine:
         rooms = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
         longest = max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True))
         session = self.session(len(prompts), longest, sampling)
+        width = session.prompt_width(max(map(len, prompts)))
+        if self.sessions and width not in session.prompt_graphs:
+            self._make_room(pass_bytes(self.model, len(prompts), width), session)
         results = [Completion() for _ in prompts]
 
         session.prefill(prompts, draws(sampling, len(prompts), max(rooms)))
-        arrived = _to_host(session.out)
+        arrived = to_host(session.out)
         for done in range(1, max(rooms) + 1):
             following: Callable[[], list[int]] | None = None
             if self.graphs and done < max(rooms):  # start the next step before reading the last
                 session.step()
-                following = _to_host(session.out)
+                following = to_host(session.out)
             for i, token in enumerate(arrived()):
                 if token < 0:
                     raise NotFiniteError(f"the model's logits of prompt {i} are not finite")
@@ -365,7 +391,7 @@ class Engine:
                 break
             if following is None:
                 session.step()
-                following = _to_host(session.out)
+                following = to_host(session.out)
             arrived = following
         return results
 
@@ -375,20 +401,3 @@ def generate(
 ) -> list[Completion]:
     """`Engine(model, cache=cache).generate(prompts, ...)`, for a single call."""
     return Engine(model, cache=cache).generate(prompts, **options)
-
-
-def _to_host(tokens: Tensor) -> Callable[[], list[int]]:
-    """Start copying tokens to the host; the function returned waits for them."""
-    if not tokens.is_cuda:
-        values = tokens.tolist()
-        return lambda: values
-    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-    host.copy_(tokens, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-
-    def wait() -> list[int]:
-        event.synchronize()
-        return host.tolist()
-
-    return wait

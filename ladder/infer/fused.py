@@ -28,7 +28,7 @@ from ladder.kernels import decode_shapes
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.choice import embed
 from ladder.kernels.limits import MAX_ADDENDS
-from ladder.kernels.norm import add_rms_norm
+from ladder.kernels.norm import MAX_SIZE, add_rms_norm
 from ladder.kernels.prefill import rotary_prompt
 from ladder.models.config import ModelConfig
 from ladder.models.eight_bits import BLOCK
@@ -56,6 +56,8 @@ from ladder.parallel.prefill import FusedPrefill, FusedPrompts, fused_passes
 from ladder.parallel.reducers import AsyncReducer, PushReducer
 from ladder.parallel.refusals import sharded_refusal
 from ladder.parallel.sharded import ShardedReducer
+
+COUNTERS = 2**16  # of decode attention: one for each sequence and head of keys and values
 
 
 class FusedAttention(Sublayer):
@@ -197,6 +199,7 @@ def fuse_refusal(model: Transformer) -> str:
     found = {
         **dict.fromkeys(shape_refusals(config), True),
         f"{held} virtual ranks whose inputs are no multiples of a block's {BLOCK}": cut,
+        f"hidden_size={config.hidden_size} above {MAX_SIZE}": config.hidden_size > MAX_SIZE,
         "adapters": model.adapted,
         f"weights in {stored}": stored not in DTYPES,
         f"computing in {computes} with weights in {stored}": computes not in (None, stored),
@@ -212,6 +215,16 @@ def can_fuse(model: Transformer) -> bool:
 class InferenceTransformer(Transformer):
     """A Transformer made by `fuse`."""
 
+    def refuse_batch(self, batch: int) -> None:
+        """Raise UserError for more sequences than a decode step's attention has counters."""
+        attention = self.model.layers[0].self_attn
+        most = COUNTERS // (attention.held * attention.kv_heads)
+        if batch > most:
+            raise UserError(
+                f"a batch of {batch} is above the {most} sequences that this model's fused kernels "
+                f"decode at once; split it, or load the model for an engine with fused=False"
+            )
+
 
 @torch.no_grad()
 def fuse(model: Transformer) -> InferenceTransformer:
@@ -224,7 +237,7 @@ def fuse(model: Transformer) -> InferenceTransformer:
     weight = local(model.model.embed_tokens.weight)
     table = _rotary_table(config, weight.device)
     # No two layers' attention run at once (`Plan.beside`), so they can share these counters.
-    arrived = torch.zeros(2**16, dtype=torch.int32, device=weight.device)
+    arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=weight.device)
     layers = list(model.model.layers)
     splits = _splits(layers[0].mlp.gate_proj, weight)
     overlaps: Overlap | None = None

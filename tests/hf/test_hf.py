@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,19 @@ def test_trainer_trains(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.3
     saved = load_model(tmp_path / "checkpoint-6")
     assert torch.equal(saved.lm_head.weight, model.lm_head.weight)
+
+
+def test_replicas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sublayers would be the original's, of another GPU; by torch's own replicate, which can
+    copy only between GPUs."""
+    model = wrapped()
+    theirs = sys.modules["torch.nn.parallel.replicate"]
+    monkeypatch.setattr(
+        theirs, "_broadcast_coalesced_reshape", lambda tensors, devices, detach=False: [tensors] * 2
+    )
+    for module in (model, model.model):
+        with pytest.raises(UserError, match=r"start with torchrun, or set CUDA_VISIBLE_DEVICES=0"):
+            torch.nn.parallel.replicate(module, [0, 1])
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from ladder.checkpoint import write_config
 from ladder.convert.command import convert
 from ladder.hf import LadderForCausalLM
+from ladder.hf.refusals import refuse_devices
 from ladder.models import UserError
 from tests.folders import TOKENS, make, save_llama, save_ours
 
@@ -126,6 +127,31 @@ def test_what_would_quantise_is_refused(tmp_path: Path, options: dict[str, Any])
     for loader in (LadderForCausalLM, AutoModelForCausalLM):
         with pytest.raises(UserError, match=f"{next(iter(options))}=.* is not for our models"):
             loader.from_pretrained(tmp_path, **options)
+
+
+def test_layers_on_several_gpus_are_refused(tmp_path: Path) -> None:
+    """Before any weight is on one; as `device_map="auto"` gives where there are several."""
+    save_ours(tmp_path, make("ladder", None))
+    for loader in (LadderForCausalLM, AutoModelForCausalLM):
+        with pytest.raises(UserError, match=r"devices 0, 1, and ours .* device_map=\{'': 0\}, or"):
+            loader.from_pretrained(tmp_path, device_map={"model": 0, "lm_head": 1})
+    assert loader.from_pretrained(tmp_path, device_map={"": "cpu"}).device.type == "cpu"
+    refuse_devices({"model": 0, "lm_head": "cpu", "more": "disk"})  # all compute on one GPU
+
+
+def test_weights_may_lie_elsewhere_than_they_compute(tmp_path: Path) -> None:
+    """As those that a GPU has no room for: in memory, or in the folder itself."""
+    accelerate = pytest.importorskip("accelerate")
+    save_ours(tmp_path, make("ladder", None))
+    load, places = LadderForCausalLM.from_pretrained, {"model": "cpu", "lm_head": "disk"}
+    whole = load(tmp_path)
+    of_disk = load(tmp_path, device_map=places, offload_folder=tmp_path / "more")
+    with torch.no_grad():
+        expected = whole(TOKENS).logits
+        accelerate.cpu_offload(whole, execution_device=torch.device("cpu"))
+        for model in (whole, of_disk):
+            assert model.lm_head.weight.is_meta
+            assert torch.equal(model(TOKENS).logits, expected)
 
 
 def test_a_config_that_says_quantised_is_refused(tmp_path: Path) -> None:

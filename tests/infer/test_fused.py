@@ -18,6 +18,7 @@ from ladder.infer.engine import Engine
 from ladder.infer.fused import can_fuse, fuse_refusal
 from ladder.kernels import decode_attention
 from ladder.kernels.limits import MAX_ROWS
+from ladder.kernels.norm import MAX_SIZE
 from ladder.models import ModelConfig, Ranks, Transformer, UserError
 from ladder.models.presets import PlanSpec, resolve_plan
 from ladder.models.quantised import quantise_model
@@ -258,6 +259,27 @@ def test_weights_of_a_type_that_no_kernel_takes_are_not_fused() -> None:
     model = full_model(small_config("standard"), 5, torch.float64)
     assert not can_fuse(model)
     assert fuse_refusal(model) == "weights in torch.float64"
+
+
+def test_rows_that_no_kernel_holds_are_not_fused() -> None:
+    """Their norm would fail in the first prompt, after the weights are packed."""
+    for size in (MAX_SIZE, MAX_SIZE + 16):
+        config = small_config("standard", 1, num_layers=1, hidden_size=size, intermediate_size=8)
+        with torch.device("meta"):
+            model = Transformer(config)
+        reason = "" if size == MAX_SIZE else "hidden_size=16400 above 16384"
+        assert fuse_refusal(model) == reason
+
+
+def test_more_sequences_than_attention_has_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before there is a cache for them: two heads of keys on each of two held ranks."""
+    monkeypatch.setattr(fused, "COUNTERS", 12)
+    _, source = held_virtually(small_config("standard", 2, num_kv_heads=4), 2)
+    engine = Engine(source, fused=True)
+    engine.generate(PROMPTS, max_new_tokens=2)
+    monkeypatch.setattr("ladder.infer.engine.Session", None)
+    with pytest.raises(UserError, match=r"a batch of 4 is above the 3 sequences .* fused=False"):
+        engine.generate([*PROMPTS, [1]], max_new_tokens=2)
 
 
 @pytest.mark.parametrize("change", ["attention_bias", "mlp_bias"])

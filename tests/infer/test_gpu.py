@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from ladder.infer.devices import free_bytes
 from ladder.infer.engine import Engine, generate
 from ladder.infer.sampling import Sampling
 from ladder.models import document_starts
@@ -116,6 +118,39 @@ def fill_the_cache(where: dict[str, Any]) -> None:
 def test_the_engine_on_gpus(world: int) -> None:
     """A cache or graph that holds stale state, a rank that samples apart, or a wrong mask fails."""
     assert launch.run(generate_on_gpus, ("async" if world == 1 else "push",), nproc=world) == 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_model_on_another_gpu_than_the_current_one(fused: bool) -> None:
+    """A graph that is captured on the current one is empty, and gives any tokens."""
+    prompts, sampling = [[5, 8], [3] * 20], Sampling(0.9, top_k=50, seed=2)
+    text: list[Any] = []
+    for place in ("cpu", "cuda:1"):
+        model = make("ladder", None, torch.float32, device=torch.device(place))
+        for _, local, _ in local_parameters(model):
+            with torch.no_grad():
+                local.mul_(3.0)  # wide logits: choices that are no near ties
+        engine = Engine(model, fused=fused)
+        text.append([engine.generate(prompts, max_new_tokens=12) for _ in range(2)])
+        again = [engine.generate(prompts, max_new_tokens=12, sampling=sampling) for _ in range(2)]
+        assert again[0] == again[1]
+        assert torch.cuda.current_device() == 0
+    assert text[0] == text[1]
+
+
+def test_what_a_dropped_session_held_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cache and its graphs' memory, before the next session is made; texts stay."""
+    engine = Engine(make("ladder", None, torch.float32, device=torch.device("cuda")))
+    expected = engine.generate([[5, 8]], max_new_tokens=8)
+    large = engine.session(64, 2048, Sampling())
+    held, before = large.cache.keys.nbytes, free_bytes(engine.device)
+    del large
+    monkeypatch.setattr("ladder.infer.engine.session_bytes", lambda *_: math.inf)
+    engine.generate([[5, 8]] * 2, max_new_tokens=8)
+    assert [batch for batch, *_ in engine.sessions] == [2]
+    assert free_bytes(engine.device) - before > held  # and that of values, less the new session
+    assert engine.generate([[5, 8]], max_new_tokens=8) == expected
 
 
 @pytest.mark.parametrize("failing", [2, 3])

@@ -261,6 +261,15 @@ def test_of_equal_scores_top_k_keeps_the_lowest_tokens() -> None:
         assert choose_parallel(zeros, 0, uniforms, sampling, Reducer(), 4).tolist() == [token]
 
 
+def test_every_bit_of_a_seed_counts() -> None:
+    """torch's generator reads 32 of them. Texts of smaller seeds stay as they were."""
+    for seed in (0, 7, 2**32 - 1):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + 1)
+        found = [draws(Sampling(1.0, seed=seed + n * 2**32), 2, 5) for n in (0, 1, 2, 2**31 - 1)]
+        assert torch.equal(found[0][:, 1], torch.rand(5, generator=generator))
+        assert len({tuple(each.flatten().tolist()) for each in found}) == len(found)
+
+
 def on_gpus() -> int:
     """In a CUDA graph with NCCL: the plain path's tokens, again under replay with other input."""
     device = launch.join("cuda")

@@ -1,0 +1,47 @@
+"""What of transformers our models refuse, where it would fail less clearly or compute wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ladder.models.errors import UserError
+
+
+def refuse_options(options: dict[str, Any]) -> None:
+    """Raise UserError for options of `from_pretrained` that would quantise or unpickle."""
+    for name in ("load_in_8bit", "load_in_4bit", "quantization_config", "gguf_file"):
+        if given := options.get(name):
+            shown = given if isinstance(given, bool | str | dict) else type(given).__name__
+            raise UserError(
+                f"{name}={shown!r} is not for our models, whose matrices no quantiser "
+                f"supports; leave it out, and load with dtype=torch.bfloat16 to save memory"
+            )
+    if options.get("use_safetensors", True) is not True:
+        raise UserError(
+            f"use_safetensors={options['use_safetensors']!r} would unpickle the folder's "
+            f"weights; leave it out"
+        )
+
+
+def refuse_devices(device_map: dict[str, Any] | None) -> None:
+    """Raise UserError for layers that would compute on different GPUs.
+
+    accelerate moves a module's inputs to its device, but the outputs that a plan has in flight pass
+    no module. Weights on `cpu` or `disk` are fetched to the device of the others, which works.
+    """
+    found = sorted({str(each) for each in (device_map or {}).values()} - {"cpu", "disk"})
+    if len(found) > 1:
+        raise UserError(
+            f"device_map puts layers on the devices {', '.join(found)}, and ours compute on one: "
+            f"give device_map={{'': 0}}, or, under torchrun, "
+            f"distributed_config=DistributedConfig(tp_size={len(found)})"
+        )
+
+
+def refuse_replicas() -> None:
+    """Raise UserError: the replicas of nn.DataParallel would compute with the first one's weights,
+    since their `transformer` is the original's."""
+    raise UserError(
+        "nn.DataParallel cannot replicate our models, and the Trainer uses it in one process with "
+        "several GPUs: start with torchrun, or set CUDA_VISIBLE_DEVICES=0"
+    )
