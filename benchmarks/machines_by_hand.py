@@ -85,6 +85,9 @@ DECLARED = {
         "declared: half-8b, ladder and standard, batch 64, in traces of the engine of that time; "
         "2026-11-21-profile-half-8b-h200x2.txt",
     ),
+    "power_exponent": Value(
+        DEFAULTS["power_exponent"], "declared: power goes with the cube of the clock"
+    ),
     "prompt_attention_tflop_s": Value(
         DEFAULTS["prompt_attention_tflop_s"], ATTENTION_RATE.format("the rate")
     ),

@@ -49,6 +49,7 @@ class PromptCost:
         self.stored = weights
         self.share = 1.0  # of the rate of products, at the power limit
         self.gap = machine.value("prompt_gap_us")
+        self.least = machine.value("launch_us")  # of any kernel
         self.rate = 1e6 * machine.value("matrix_tflop_s")  # FLOPs a microsecond
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
         self.barrier = machine.value("barrier_us")
@@ -61,7 +62,8 @@ class PromptCost:
         if key not in self._known:
             found = self.estimate(operation)
             self.bases.append(found.basis)
-            self._known[key] = found.us
+            # `prompt_gap_us` may be fitted to less than a launch takes; what takes nothing is none.
+            self._known[key] = max(found.us, self.least) if found.us else 0.0
         return self._known[key]
 
     def key(self, each: Operation) -> tuple[object, ...]:

@@ -70,7 +70,6 @@ DECLARED = {
     "barrier_us": 4.8,
     "copy_turn_us": 5.0,
     "power_limit": 1.0,  # no limit
-    "training_bytes": 0.0,
     "boost_ms": 10.0,
     "power_exponent": 1 / 3,  # power goes with the cube of the clock
     "idle_power": 0.64,
@@ -272,8 +271,9 @@ class Machine:
 
     def _lacks(self, name: str, meaning: str) -> UserError:
         remedy = f"measure it: ladder bench machine --nproc {self.gpus} --out machine.json"
-        if name in ("step_stretch", "prompt_gap_us"):
-            remedy = "give --calibrate=RECORDS, results of `ladder bench inference`"
+        if name in ("step_stretch", "prompt_gap_us", "training_bytes"):
+            bench = "train" if name == "training_bytes" else "inference"
+            remedy = f"give --calibrate=RECORDS, results of `ladder bench {bench}`"
         return UserError(f"machine {self.name!r} has no {name!r} ({meaning}); {remedy}")
 
     def to_dict(self) -> dict[str, Any]:

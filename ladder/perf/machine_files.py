@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -51,7 +52,7 @@ def shipped() -> list[str]:
 def load(name: str) -> Machine:
     """A shipped machine by its name, or a file. Raises UserError for an invalid one."""
     if name in shipped():
-        return read(FOLDER / f"{name}.json")
+        return read_own(FOLDER / f"{name}.json")
     if not Path(name).is_file():
         raise UserError(
             f"unknown machine {name!r}; known: {', '.join(shipped())}, or the path of a file by "
@@ -62,14 +63,14 @@ def load(name: str) -> Machine:
 
 def older_kernels(gpu: str) -> Machine | None:
     """The kernels of decode steps as they were before they changed, if they are kept for a GPU."""
-    return read(OLDER / f"{KERNELS[gpu]}.json") if gpu in KERNELS else None
+    return read_own(OLDER / f"{KERNELS[gpu]}.json") if gpu in KERNELS else None
 
 
 def former_kernels(gpu: str, gpus: int) -> Machine | None:
     """The same of those before today's, on one GPU or several."""
     if gpu not in KERNELS:
         return None
-    return read(OLDER / f"{KERNELS[gpu]}{'x1' if gpus == 1 else ''}-former.json")
+    return read_own(OLDER / f"{KERNELS[gpu]}{'x1' if gpus == 1 else ''}-former.json")
 
 
 def with_steps_of(machine: Machine, other: Machine) -> Machine:
@@ -78,6 +79,17 @@ def with_steps_of(machine: Machine, other: Machine) -> Machine:
     curves += [each for each in other.curves if each.name in OF_STEPS]
     values = {**machine.values, "step_stretch": other.values["step_stretch"]}
     return replace(machine, values=values, curves=tuple(curves))
+
+
+def read_own(path: Path) -> Machine:
+    """`read` of a file that comes with the package: once, until it is written again. Tables of
+    predictions ask for the same few thousands of times."""
+    return _read_once(path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _read_once(path: Path, written: int) -> Machine:
+    return read(path)
 
 
 def read(path: Path) -> Machine:

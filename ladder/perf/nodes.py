@@ -9,11 +9,12 @@ that were measured alone, what is between several is as measured between GPUs th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ladder.models.errors import UserError
+from ladder.perf.between_gpus import of_more_ranks, several
 from ladder.perf.machine import (
     BETWEEN_GPUS,
     COLLECTIVES,
@@ -28,7 +29,7 @@ from ladder.perf.machine_files import (
     OLDER,
     former_kernels,
     older_kernels,
-    read,
+    read_own,
     shipped,
     with_steps_of,
 )
@@ -120,12 +121,12 @@ def links_of(machine: Machine) -> tuple[Link, ...]:
         )
     own = tuple(each for each in machine.links if each.tier == BETWEEN)
     for path in sorted(DECLARED.glob("*.json")):
-        found = read(path)
+        found = read_own(path)
         if found.gpu == machine.gpu and not without_peers(found):
             return tuple(each for each in found.links if not own or each.tier == INSIDE) + own
     raise UserError(
         f"--nodes: nothing is declared of links between nodes of {machine.gpu}; known are those of "
-        f"{', '.join(read(path).gpu for path in sorted(DECLARED.glob('*.json')))}"
+        f"{', '.join(read_own(path).gpu for path in sorted(DECLARED.glob('*.json')))}"
     )
 
 
@@ -148,7 +149,7 @@ def load(name: str) -> Machine:
         base = alike[found.gpus]
     else:
         base = alike[max(alike)]
-        between = _rings(found) if without_peers(found) else _of_more_ranks(alike, found.gpus)
+        between = _rings(found) if without_peers(found) else of_more_ranks(alike, found.gpus)
         own = [each for each in base.curves if each.name not in BETWEEN_GPUS]
         base = replace(base, curves=(*own, *between))
     if kind == found.gpu:
@@ -156,7 +157,7 @@ def load(name: str) -> Machine:
         return replace(found, values=values, curves=base.curves)
     one = _one(found.gpu)
     assert one is not None, found.gpu
-    return _several(one, base, found)
+    return several(with_training_bytes(one), base, found)
 
 
 def with_older_kernels(machine: Machine) -> Machine | None:
@@ -175,7 +176,21 @@ def older_passes(machine: Machine) -> Machine | None:
     """By what a machine that `load` knows was predicted before its prompts and training were
     measured again; None where that is not kept."""
     file = OLDER / f"{machine.name}.json"
-    return read(file) if file.is_file() and _known(machine) else None
+    return read_own(file) if file.is_file() and _known(machine) else None
+
+
+def with_training_bytes(machine: Machine) -> Machine:
+    """The machine with `training_bytes`: its own, or else as fitted to a machine that comes with
+    the package, of the same GPU if there is any, of the nearest number of GPUs."""
+    name = "training_bytes"
+    if name in machine.values:
+        return machine
+    known = [each for each in map(_loaded, shipped()) if name in each.values]
+    alike = [each for each in known if each.gpu == machine.gpu]
+    nearest = min(alike or known, key=lambda each: abs(each.gpus - machine.gpus))
+    value = nearest.values[name]
+    about = f"declared: {name} as of {nearest.name}; {value.provenance}"
+    return replace(machine, values={**machine.values, name: Value(value.value, about)})
 
 
 @functools.cache
@@ -216,62 +231,11 @@ def _rings(machine: Machine) -> list[Curve]:
     return curves
 
 
-def _of_more_ranks(measured: Mapping[int, Machine], ranks: int) -> list[Curve]:
-    """All-reduces of more ranks than were measured, from those of the two largest numbers.
-
-    What an all-reduce takes beyond the bytes that a ring moves, at the rate of the largest
-    messages, is linear in the number of ranks: a ring has two steps for each further one. So is all
-    of a push, which sends its message to each.
-    """
-    few, many = sorted(measured)[-2:]
-    curves = []
-    for algorithm in ("nccl", "push", "two-shot"):
-        pair = [measured[each].curve("all-reduce", algorithm=algorithm) for each in (few, many)]
-        last = [each.points[-2:] for each in pair]
-        slopes = [(high[1] - low[1]) / (high[0] - low[0]) for low, high in last]
-        if algorithm == "push":
-            slopes = [0.0, 0.0]
-        share = (1 - 1 / ranks) / (1 - 1 / many)  # of the bytes that each rank sends and receives
-        points: list[tuple[float, float]] = []
-        for size in sorted({x for each in pair for x, _ in each.points}):
-            if size > min(each.points[-1][0] for each in pair):
-                break
-            first, second = (
-                each.at(size).us - slope * size for each, slope in zip(pair, slopes, strict=True)
-            )
-            more = max(0.0, second - first) * (ranks - many) / (many - few)
-            us = second + more + share * slopes[1] * size
-            points.append((size, round(max(us, points[-1][1] if points else 0.0), 3)))
-        about = f"declared: all-reduces as extrapolated from those of {few} and {many} GPUs"
-        curves.append(Curve("all-reduce", {"algorithm": algorithm}, tuple(points), about))
-    return curves
-
-
-def _several(one: Machine, base: Machine, found: Machine) -> Machine:
-    """The machine `found`, each of its GPUs as `one`, with what is between those of `base`. What an
-    exchange moves in a GPU's memory takes longer by what it takes longer at its rate."""
-    about = f"declared: what is between GPUs as of {base.name}, which has the same links"
-
-    def said(provenance: str) -> str:
-        return provenance if provenance.startswith("declared") else f"{about}; {provenance}"
-
-    longer = 1e-6 * (1 / one.value("copy_tb_s") - 1 / base.value("copy_tb_s"))  # us a byte
-    curves = []
-    for each in base.curves:
-        moved = 0.0  # bytes for each of a message's
-        if each.where.get("transport") == "copy-kernels":
-            moved = (base.gpus + 3) / base.gpus  # by the landing in it, see `PromptCost.exchange`
-        points = tuple((x, us + longer * moved * x) for x, us in each.points)
-        curves.append(replace(each, points=points, provenance=said(each.provenance)))
-    values = {name: Value(each.value, said(each.provenance)) for name, each in base.values.items()}
-    return with_links_of(one, replace(found, values=values, curves=tuple(curves)))
-
-
 @functools.cache
 def declared() -> dict[str, Machine]:
     """What the files say of each declared machine, by its name. GPUs that are LIKE measured ones
     may be as many as those were, too, but for numbers that were measured."""
-    found = {path.stem: read(path) for path in sorted(DECLARED.glob("*.json"))}
+    found = {path.stem: read_own(path) for path in sorted(DECLARED.glob("*.json"))}
     for file in tuple(found.values()):
         for measured in map(load_measured, shipped()):
             name = file.name.replace(f"x{file.gpus}", f"x{measured.gpus}")
@@ -303,7 +267,7 @@ def relatives(machine: Machine) -> list[Machine]:
     """The machines that come with the package of the same GPU, with access to each other's memory
     or without as this one; of GPUs that are LIKE others, declared ones of no more, too."""
     apart, like = without_peers(machine), machine.gpu in LIKE
-    found = map(load, (*shipped(), *names()) if apart or like else shipped())
+    found = map(_loaded, (*shipped(), *names()) if apart or like else shipped())
     return [
         each
         for each in found

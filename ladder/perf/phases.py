@@ -26,7 +26,7 @@ from ladder.perf.lower_prefill import Way
 from ladder.perf.lower_prefill import prefill as lower_prefill
 from ladder.perf.machine import Basis, Estimate, Machine, worst
 from ladder.perf.memory import held_ranks
-from ladder.perf.nodes import LIKELY, Doubt, for_degree
+from ladder.perf.nodes import LIKELY, Doubt, for_degree, with_training_bytes
 from ladder.perf.riders import TODAY, Kernels
 from ladder.perf.simulate import Times, simulate, waiting
 from ladder.perf.slowdowns import resource
@@ -311,6 +311,7 @@ def train(
     Raises UserError for a layout that the GPUs, the plan or the model cannot have.
     """
     _check_tokens(config, batch, seq_len)
+    machine = with_training_bytes(machine)
     micro = micro_batch or batch
     if micro < 1 or batch % micro:
         raise UserError(f"--micro-batch={micro} does not divide --batch={batch}")

@@ -47,13 +47,14 @@ def test_one_process_measures_all_but_what_is_between_ranks(
     found = load(str(out))
     assert (found.name, found.gpus) == ("here", 1)
     names = [each.split(":")[0] for each in found.missing]
-    assert names == ["step_stretch", "prompt_gap_us"]  # fitted to records, and not measured
+    fitted = ["step_stretch", "prompt_gap_us", "training_bytes"]  # to records, and not measured
+    assert names == fitted
     assert [x for x, _ in found.curve("copy").points] == list(CPU.copies)
     assert found.value("prompt_attention_half") >= 1.0
     assert found.curve("product", rows=4).points[-1][0] == 4 * CPU.hidden * CPU.outputs[-1]
     assert all("ladder bench machine" in each.provenance for each in found.curves)
     said = capsys.readouterr().out
-    assert said.count("missing") == 2
+    assert said.count("missing") == len(fitted)
     assert f"{found.values['launch_us'].value:g}" in said
     assert list(tmp_path.iterdir()) == [out]
 

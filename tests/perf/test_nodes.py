@@ -144,9 +144,11 @@ def one_h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if no more than one had been measured."""
     known = [name for name in shipped() if name != "h100x2"]
     monkeypatch.setattr(nodes, "shipped", lambda: known)
-    nodes.declared.cache_clear()
+    for each in (nodes.declared, nodes._loaded):
+        each.cache_clear()
     yield
-    nodes.declared.cache_clear()
+    for each in (nodes.declared, nodes._loaded):
+        each.cache_clear()
 
 
 @pytest.mark.usefixtures("one_h100")
@@ -184,7 +186,11 @@ def test_several_h100s_are_one_as_measured_and_links_as_of_h200s() -> None:
     ("name", "said"),
     [
         ("h100x4", "what is between GPUs as of h200x4, which has the same links."),
-        ("h200x8", "all-reduces as extrapolated from those of 2 and 4 GPUs."),
+        (
+            "h200x8",
+            "all-reduces and exchanges as extrapolated from those of 2 and 4 GPUs; copies to a "
+            "peer as of 4 GPUs.",
+        ),
         ("h200x4-no-p2p", "collectives as rings over the links of h200x4-no-p2p."),
         ("h200x4", ""),
     ],

@@ -69,7 +69,7 @@ def test_nothing_is_recommended_that_does_not_fit(tmp_path: Path, capsys: Out) -
     assert main(["predict", *words]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert "weights, optimiser, gradients and reserve alone take 13" in last
-    assert last.endswith(": give --machine more GPUs")
+    assert last.endswith(": take --nodes 2, or give --machine more GPUs")
 
 
 def test_the_most_sequences_that_fit_are_the_most(capsys: Out) -> None:

@@ -56,7 +56,28 @@ def test_what_the_engine_does_not_fuse_is_not_predicted(
             "attention_bias": True}  # fmt: skip
     write_text(tmp_path / "config.json", json.dumps(data))
     assert main(["predict", str(tmp_path), *words]) == 2
-    assert "has biases of outputs (attention_bias): its steps" in capsys.readouterr().err
+    of_folder = capsys.readouterr().err
+    assert "has biases of outputs (attention_bias): its steps" in of_folder
+    assert main(["predict", biased, "--train", "--context", "64"]) == 0
+    assert ("--train" in said, "--train" in of_folder) == (True, False)  # as it is refused there
+
+
+def test_degrees_that_the_shape_refuses_are_named(tmp_path: Path, capsys: Out) -> None:
+    """Not those that the user has not asked for; and all divide an 8B."""
+    odd = shape(tmp_path / "odd.yaml", hidden_size=384, num_heads=24, num_kv_heads=6)
+    line = "all plans at TP 4: TP=4 neither divides num_kv_heads=6 nor is a multiple of it"
+    for words in (("--decode",), ("--prefill",), ("--train", "--batch", "1")):
+        words = (odd, "--context", "64", "--plans", "standard", *words)
+        assert asked(capsys, *words)["left_out"] == [line]
+        chosen = ("--layouts", "tp2+sp") if "--train" in words else ("--tp", "2")
+        assert asked(capsys, *words, *chosen)["left_out"] == []
+
+
+def test_the_most_sequences_are_by_memory(capsys: Out) -> None:
+    for phase, more in (("--decode", "; a step takes up to 64 of them\n"), ("--prefill", "\n")):
+        assert main(["predict", *WORDS, "--plans", "standard", phase]) == 0
+        said = f"at most: sequences of 1024 tokens, by memory{more}"
+        assert said in capsys.readouterr().out
 
 
 def test_another_plan_is_recommended_for_memory_only_if_it_saves_some(capsys: Out) -> None:

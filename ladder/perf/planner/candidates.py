@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 
@@ -10,6 +11,7 @@ from ladder.models.presets import MOST_RANKS
 from ladder.perf import memory
 from ladder.perf.cost import check_context
 from ladder.perf.machine import Machine
+from ladder.perf.memory import Memory
 from ladder.perf.nodes import without_peers
 from ladder.perf.phases import Prediction
 from ladder.perf.planner import inference, training
@@ -34,14 +36,7 @@ def ask(question: Question) -> tuple[list[Row], list[str]]:
     check(question)
     of, left_out = work(question), LeftOut()
     rows = []
-    for each in of.candidates(question, left_out):
-        held = of.held(question, each)
-        trains = question.phase == "train"
-        machine = question.machine if trains else question.machines[each.tp]
-        if not memory.fits(held, machine):
-            place = each.way if trains else f"TP {each.tp}"
-            left_out.add(each.plan, f"{place} with batch {each.batch}", NO_ROOM)
-            continue
+    for each, held, machine in fitting(question, left_out):
         found = of.predict(question, each)
         near = _interval(question, each, machine, found)
         tokens_s = of.tokens(question, each) / found.us * 1e6
@@ -50,6 +45,20 @@ def ask(question: Question) -> tuple[list[Row], list[str]]:
         raise UserError(f"nothing is left to predict: {'; '.join(left_out.lines())}")
     rows.sort(key=lambda row: (row.candidate.batch, *order(question.objective)(row)))
     return rows, left_out.lines()
+
+
+def fitting(question: Question, left_out: LeftOut) -> Iterator[tuple[Candidate, Memory, Machine]]:
+    """The candidates that fit a GPU, with what they hold of it and the machine that runs them. The
+    others go to `left_out`."""
+    of, trains = work(question), question.phase == "train"
+    for each in of.candidates(question, left_out):
+        held = of.held(question, each)
+        machine = question.machine if trains else question.machines[each.tp]
+        if memory.fits(held, machine):
+            yield each, held, machine
+        else:
+            place = each.way if trains else f"TP {each.tp}"
+            left_out.add(each.plan, f"{place} with batch {each.batch}", NO_ROOM)
 
 
 def _interval(question: Question, each: Candidate, machine: Machine, found: Prediction) -> Interval:

@@ -12,7 +12,8 @@ from ladder.models.errors import UserError
 from ladder.perf.nodes import without_peers
 from ladder.perf.planner import report
 from ladder.perf.planner.candidates import ask, work
-from ladder.perf.planner.question import BATCHES, Question, recommended
+from ladder.perf.planner.question import BATCHES, Question, divided, recommended
+from ladder.perf.planner.remedies import nothing_fits
 from ladder.perf.planner.subject import machines, subject, weights_of
 
 CONTEXT = 1024  # unless the user gives one
@@ -35,15 +36,13 @@ def main(options: Any) -> int:
         from ladder.perf.planner.trace import write_trace
 
         if best is None:
-            raise UserError(
-                f"--trace is of what is recommended; {report.nothing_fits(question, rows)}"
-            )
-        write_trace(options.trace, best, question.phase)
+            raise UserError(f"--trace is of what is recommended; {nothing_fits(question, rows)}")
+        write_trace(options.trace, best, question.phase, question.micro_batch)
     if options.json:
         print(json.dumps(report.as_data(question, rows, left_out, best, words), indent=1))
         return 0
     print(report.text(question, rows, left_out, best))
-    print(f"next: {shlex.join(words)}" if best else report.nothing_fits(question, rows))
+    print(f"next: {shlex.join(words)}" if best else nothing_fits(question, rows))
     return 0
 
 
@@ -64,11 +63,12 @@ def question_of(options: Any) -> Question:
     if options.tp_degree == 0:
         raise UserError("--tp-degree=0 must be 1 or more; leave it out for that of --tp")
     several = BATCHES[phase] if objective == "throughput" else (1,)
+    usual = divided(several, options.micro_batch) or (options.micro_batch,)
     return Question(
         subject=about,
         machines=known,
         phase=phase,
-        batches=tuple(options.batch or several),
+        batches=tuple(options.batch or usual),
         context=options.context
         if options.context is not None
         else min(CONTEXT, about.shape.max_seq_len),

@@ -39,12 +39,13 @@ def check(question: Question) -> None:
         if given:
             raise UserError(f"--{option} is of training; give --train, or leave it out")
     if refusals := shape_refusals(question.subject.shape):
+        trains = question.subject.own is None  # folders are refused there
         raise UserError(
             f"{question.subject.name} has {', '.join(refusals)}: its steps and prompts are not "
-            f"fused, and only fused ones are predicted; time them with `ladder bench inference`, "
-            f"or give --train for a training step"
+            f"fused, and only fused ones are predicted; time them with `ladder bench inference`"
+            f"{', or give --train for a training step' * trains}"
         )
-    most = MAX_ROWS if question.phase == "decode" else MOST_BATCH
+    most = most_batch(question)
     for batch in question.batches:
         if not 1 <= batch <= most:
             why = ", as fused decode steps have; split it into steps" if most == MAX_ROWS else ""
@@ -61,9 +62,16 @@ def check(question: Question) -> None:
     check_names("reducer of --reducers", question.reducers, (*REDUCERS, *of_prompts))
 
 
+def most_batch(question: Question) -> int:
+    """How many sequences a pass of the phase takes, whatever fits."""
+    return MAX_ROWS if question.phase == "decode" else MOST_BATCH
+
+
 def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
     """Everything to compare. What a default includes and cannot run goes to `left_out`."""
     subject = question.subject
+    if not question.tp:
+        question.leave_out_degrees(left_out)
     for tp in degrees(subject, question.machines, question.tp):
         reducers = question.reducers or _measured(question.machines[tp], tp, left_out)
         for plan in dict.fromkeys(question.chosen_plans):

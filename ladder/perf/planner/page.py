@@ -18,10 +18,12 @@ from ladder.bench.report import (
     Text,
     page,
 )
+from ladder.models.errors import UserError
 from ladder.perf.planner import report
 from ladder.perf.planner.candidates import ask, work
 from ladder.perf.planner.drawing import pareto, timeline
-from ladder.perf.planner.question import BATCHES, Question, Row
+from ladder.perf.planner.question import BATCHES, Question, Row, divided
+from ladder.perf.planner.remedies import nothing_fits
 from ladder.plans import aligned
 
 
@@ -31,16 +33,19 @@ def as_page(
 ) -> str:  # fmt: skip
     title = report.title(question)
     said = report.verdicts(question, rows, best)
-    finding = " ".join(said) if said else report.nothing_fits(question, rows)
+    finding = " ".join(said) if said else nothing_fits(question, rows)
     parts: list[PagePart] = [] if available() else [NO_FIGURES]
+    undrawn: list[str] = []
     if available() and best is not None:
-        parts.append(Figure(pareto(plotted(question), "Latency against throughput")))
+        drawn, undrawn = plotted(question, rows)
+        parts.append(Figure(pareto(drawn, "Latency against throughput")))
     if best is not None:
         if available():
-            drawn = timeline(best, question.phase, f"{best.candidate}, {best.us / 1e3:.3f} ms")
-            parts.append(Figure(drawn, "What rides on a kernel is drawn as long as the kernel."))
+            kernels = timeline(best, question.phase, f"{best.candidate}, {best.us / 1e3:.3f} ms")
+            parts.append(Figure(kernels, "What rides on a kernel is drawn as long as the kernel."))
         parts += [Heading("To run the recommendation"), Code(shlex.join(words))]
     parts += [Heading("What fits, GiB of a GPU"), _table(work(question).fit_table(question))]
+    parts += map(Text, report.at_most(question))
     for batch in dict.fromkeys(row.candidate.batch for row in rows):
         some = [row for row in rows if row.candidate.batch == batch]
         shown = report.leading(some)
@@ -48,14 +53,23 @@ def as_page(
         parts.append(_table(report.ranked(question, shown)))
         if len(shown) < len(some):
             parts.append(Aside("All of them", aligned(report.ranked(question, some), left=1)))
-    parts += [Heading("How to read it"), *map(Text, report.notes(question, rows, left_out))]
+    notes = [*undrawn, *report.notes(question, rows, left_out)]
+    parts += [Heading("How to read it"), *map(Text, notes)]
     return page(title, finding, parts)
 
 
-def plotted(question: Question) -> list[Row]:
-    """The rows of the plot: those of more batches, too."""
-    batches = {*question.batches, *BATCHES[question.phase]}
-    return ask(replace(question, batches=tuple(sorted(batches))))[0]
+def plotted(question: Question, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """The rows of the plot, those of more batches, too; and which of these, that nobody asked for,
+    cannot be predicted, and why."""
+    found, undrawn = list(rows), []
+    for batch in divided(BATCHES[question.phase], question.micro_batch):
+        if batch in question.batches:
+            continue
+        try:
+            found += ask(replace(question, batches=(batch,)))[0]
+        except UserError as error:
+            undrawn.append(f"Batch {batch} is not in the plot: {error}")
+    return found, undrawn
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Table:

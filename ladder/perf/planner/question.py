@@ -21,6 +21,11 @@ ALONE = "with T = 1 it is another plan"  # why one that depends on T is left out
 WHOLE = "without TP there is no reduce to leave out"  # and why one without communication is
 
 
+def divided(batches: Sequence[int], micro_batch: int) -> tuple[int, ...]:
+    """Those of the batches that a micro-batch divides (0: the batch itself, which always does)."""
+    return tuple(each for each in batches if each % (micro_batch or each) == 0)
+
+
 @dataclass(frozen=True)
 class Question:
     """What is asked.
@@ -70,6 +75,13 @@ class Question:
                 raise
             left_out.add(plan, where, str(error))
             return None
+
+    def leave_out_degrees(self, left_out: LeftOut) -> None:
+        """Say which TP degrees of the machine a default does not include, since the shape refuses
+        them."""
+        for tp in self.machines:
+            if refusal := self.subject.refusal(tp):
+                left_out.add("all plans", f"TP {tp}", refusal)
 
     def is_own(self, plan: str, config: ModelConfig) -> bool:
         """Whether a plan is the folder's own, which is there under the name CHECKPOINT."""

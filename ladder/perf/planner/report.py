@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from textwrap import fill
 from typing import Any
 
 from ladder.costs import HEADROOM
-from ladder.perf.graph import FUSED
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.nodes import declaration
 from ladder.perf.planner.candidates import work
+from ladder.perf.planner.inference import most_batch
 from ladder.perf.planner.question import CLOSE, Question, Row, order, recommended, score
 from ladder.perf.planner.subject import CHECKPOINT
 from ladder.plans import aligned
 
 NAMED = 4  # of those that are close
-FIXED = ("weights", "optimiser", "gradients", "reserve")  # of GPU memory, whatever the batch
 PHASES = {"decode": "decode steps after", "prefill": "prompts of", "train": "training steps of"}
 HEAD = ["plan", "TP", "way", "ms", "80 % interval", "tokens/s", "limited by", "exposed ms",
         "GiB", "basis"]  # fmt: skip
@@ -91,8 +90,7 @@ def text(question: Question, rows: Sequence[Row], left_out: Sequence[str], best:
         f"{question.machine.value('memory_gib'):g}):",
         aligned(work(question).fit_table(question), left=1),
     ]
-    if question.phase != "train":
-        parts.append(f"at most: sequences of {question.context} tokens")
+    parts += at_most(question)
     for batch in dict.fromkeys(row.candidate.batch for row in rows):
         some = [row for row in rows if row.candidate.batch == batch]
         shown = some if question.plans else leading(some)
@@ -107,6 +105,16 @@ def text(question: Question, rows: Sequence[Row], left_out: Sequence[str], best:
     parts += notes(question, rows, left_out)
     parts += verdicts(question, rows, best)
     return "\n\n".join(fill(part, 100) if "\n" not in part else part for part in parts)
+
+
+def at_most(question: Question) -> list[str]:
+    """What the column of that name counts."""
+    if question.phase == "train":
+        return []
+    said = f"at most: sequences of {question.context} tokens, by memory"
+    if question.phase == "decode":
+        said += f"; a step takes up to {most_batch(question)} of them"
+    return [said]
 
 
 def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> list[str]:
@@ -217,25 +225,6 @@ def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
     if close and question.objective != "memory":
         said.append(f"within {CLOSE:.0%} of it, so measure them too: {'; '.join(close)}")
     return f"{'; '.join(said)}."
-
-
-def nothing_fits(question: Question, rows: Sequence[Row]) -> str:
-    if rows:
-        return "nothing is recommended: a plan without communication is a bound and no model"
-    head, *table = work(question).fit_table(question)
-    fixed = [name for name in head if name in FIXED]
-    least = min(sum(float(each[head.index(name)]) for name in fixed) for each in table)
-    said, remedies = f"nothing fits {room(question):.1f} GiB of a GPU", ["give --machine more GPUs"]
-    if least < room(question):
-        remedies.insert(0, "lower --batch or --context")
-    else:
-        said += f"; {', '.join(fixed[:-1])} and {fixed[-1]} alone take {least:.1f}"
-    able = FUSED not in question.reducers and not question.tp_degree  # to take other weights
-    if able and question.phase != "train" and question.weights == "bf16":
-        _, *smaller = work(question).fit_table(replace(question, weights="fp8"))
-        if any(each[head.index("fits")] == "yes" for each in smaller):
-            remedies.insert(0, "take --weights fp8")
-    return f"{said}: {', or '.join(remedies)}"
 
 
 def as_data(

@@ -27,13 +27,17 @@ class Subject:
     own: ModelConfig | None = None
     stored: str | None = None
 
+    def refusal(self, tp: int) -> str:
+        """Why a TP degree does not divide its shape; empty if it does."""
+        try:
+            self.shape.check_divides(tp, "TP")
+        except UserError as error:
+            return str(error).partition("; ")[0]  # without the remedy: nobody asked for it
+        return ""
+
     def divides(self, tp: int) -> bool:
         """Whether a TP degree divides its shape."""
-        try:
-            self.shape.check_divides(tp, "--tp")
-        except UserError:
-            return False
-        return True
+        return not self.refusal(tp)
 
     def config(self, plan: str, tp: int, tp_degree: int | None) -> ModelConfig:
         """Its config with a plan. tp_degree: T if the user gave one. Raises UserError for a plan

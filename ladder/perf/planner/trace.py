@@ -17,6 +17,7 @@ from ladder.perf.memory import held_ranks
 from ladder.perf.phases import Prediction
 from ladder.perf.planner.question import Row
 
+ROUNDING = 1e-9  # of a time that is a sum
 PAUSE = 2e3  # microseconds around the pass, as in measured traces
 STREAM = 7  # of the first stream; real ones have small numbers, too
 DECODE = {
@@ -97,13 +98,35 @@ def describe(operation: Operation) -> str:
     return " ".join(words)
 
 
-def events(row: Row, phase: str) -> list[dict[str, Any]]:
-    """The events of a Chrome trace."""
+def left_out(row: Row, micro_batch: int) -> str:
+    """What of the predicted time has no kernels here, in words; empty if all has.
+
+    Prediction keeps the operations of one pass: of a step's micro-batches the last one, which ends
+    with the gradients' reduces and the optimiser.
+    """
+    found = row.prediction
+    drawn, more = found.times.total, []
+    passes = row.candidate.batch // (micro_batch or row.candidate.batch)
+    late = found.us - drawn - found.waiting_us
+    if passes > 1:
+        more.append(f"the last of {passes} micro-batches")
+    elif late > drawn * ROUNDING:
+        more.append(f"without {late / 1e3:.3f} ms of waiting for the host's launches")
+    if found.waiting_us:
+        more.append(f"without {found.waiting_us / 1e3:.3f} ms of waiting for slower ranks")
+    said = f"{drawn / 1e3:.3f} of {found.us / 1e3:.3f} ms: {', '.join(more)}"
+    return said if more else ""
+
+
+def events(row: Row, phase: str, micro_batch: int = 0) -> list[dict[str, Any]]:
+    """The events of a Chrome trace. micro_batch: of training, as of `Question`."""
     found = row.prediction
     streams = dict.fromkeys(each.stream for each in found.graph.operations if each.launched)
     numbers = {name: STREAM + n for n, name in enumerate(streams)}
     held = {name: 100 + n for n, name in enumerate(tracks(phase))}
     title = f"predicted: {row.candidate}"
+    if said := left_out(row, micro_batch):
+        title += f"; {said}"
     config, tp = row.candidate.config, row.candidate.tp
     virtual = phase == "decode" and held_ranks(config, tp) > 1
     kernels = "virtual decode" if virtual else phase
@@ -119,7 +142,7 @@ def events(row: Row, phase: str) -> list[dict[str, Any]]:
             made.append(track | {"args": about})
     made.append(
         {"ph": "X", "cat": "user_annotation", "name": phase, "pid": 0, "tid": 0,
-         "ts": 0.0, "dur": found.us + 2 * PAUSE}
+         "ts": 0.0, "dur": found.times.total + 2 * PAUSE}
     )  # fmt: skip
     for each, start, end in spans(found):
         about = {"is": describe(each)}
@@ -138,6 +161,6 @@ def events(row: Row, phase: str) -> list[dict[str, Any]]:
     return made
 
 
-def write_trace(path: Path, row: Row, phase: str) -> None:
-    data = {"displayTimeUnit": "ms", "traceEvents": events(row, phase)}
+def write_trace(path: Path, row: Row, phase: str, micro_batch: int = 0) -> None:
+    data = {"displayTimeUnit": "ms", "traceEvents": events(row, phase, micro_batch)}
     write_text(path, json.dumps(data) + "\n")

@@ -11,10 +11,10 @@ from ladder.models.ranks import Ranks
 from ladder.parallel.refusals import sharded_refusal
 from ladder.perf import memory, phases
 from ladder.perf.memory import GIB, Memory
-from ladder.perf.nodes import ENDS, LIKELY, Doubt
+from ladder.perf.nodes import ENDS, LIKELY, Doubt, links_of
 from ladder.perf.phases import Prediction
 from ladder.perf.planner.intervals import Interval
-from ladder.perf.planner.question import ALONE, WHOLE, Candidate, LeftOut, Question
+from ladder.perf.planner.question import ALONE, WHOLE, Candidate, LeftOut, Question, divided
 from ladder.perf.planner.subject import check_names
 from ladder.train.config import MOST
 
@@ -40,7 +40,7 @@ def check(question: Question) -> None:
     if question.subject.own is not None:
         raise UserError(
             f"--train: {question.subject.name} is a folder, and steps are timed by shape; give a "
-            f"name of configs/models or a YAML file"
+            f"name of configs/models, or a YAML file of its shape"
         )
     if question.jitter and question.gpus > MOST_SKEWED:
         raise UserError(
@@ -48,10 +48,17 @@ def check(question: Question) -> None:
             f"simulated; lower --nodes"
         )
     check_names("--activation-checkpointing", [question.checkpointing], CHECKPOINTING)
+    if question.nodes > 1:
+        links_of(question.machine)
+    if not 0 <= question.micro_batch <= MOST["micro_batch_size"]:
+        raise UserError(
+            f"--micro-batch={question.micro_batch} must be 0, for the whole batch, to "
+            f"{MOST['micro_batch_size']:,}"
+        )
     for batch in question.batches:
         if not 1 <= batch <= MOST["batch_size"]:
             raise UserError(f"--batch={batch} must be 1 to {MOST['batch_size']:,}")
-        if question.micro_batch < 0 or batch % (question.micro_batch or batch):
+        if not divided([batch], question.micro_batch):
             raise UserError(
                 f"--micro-batch={question.micro_batch} does not divide --batch={batch}; choose a "
                 f"divisor"
@@ -83,6 +90,8 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
     those that the user names are there besides `standard`. A plan that sequence parallelism refuses
     has its default layouts without.
     """
+    if not question.layouts:
+        question.leave_out_degrees(left_out)
     for layout in layouts(question):
         tp = layout.tp
         plans = question.chosen_plans

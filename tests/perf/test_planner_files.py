@@ -1,0 +1,108 @@
+"""`ladder predict MODEL`: that its page and its trace agree with the table."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ladder.bench.trace import kernels_of, overlap, read_trace
+from ladder.cli import main
+from ladder.perf.machine_files import load, write
+from tests.perf.asking import Out, asked
+
+STEP = "llama-3-8b --train --plans standard --layouts tp4+sp --batch 8 --micro-batch 2"
+
+
+def traced(capsys: Out, words: str, file: Path) -> tuple[dict[str, Any], float, str]:
+    """The recommendation, the milliseconds of its kernels, and what the trace says of them."""
+    best = asked(capsys, *shlex.split(words), "--trace", str(file))["recommended"]
+    events = read_trace(file)
+    (mark,) = (each for each in events if each.get("cat") == "user_annotation")
+    span = overlap(kernels_of(events, mark["name"])).span
+    assert mark["dur"] == pytest.approx(span + 4e3)  # a pause at either end, and nothing else
+    return best, span / 1e3, events[0]["args"]["name"].partition("; ")[2]
+
+
+def test_a_trace_says_that_it_is_of_the_last_micro_batch(tmp_path: Path, capsys: Out) -> None:
+    best, span, said = traced(capsys, STEP, tmp_path / "trace.json")
+    ms = best["us"] / 1e3
+    assert 0.25 * ms < span < 0.4 * ms  # the optimiser is in it, too
+    assert said == f"{span:.3f} of {ms:.3f} ms: the last of 4 micro-batches"
+    best, span, said = traced(capsys, f"{STEP} --jitter 5", tmp_path / "trace.json")
+    waiting = f"without {best['waiting_us'] / 1e3:.3f} ms of waiting for slower ranks"
+    assert said.endswith(f" {best['us'] / 1e3:.3f} ms: the last of 4 micro-batches, {waiting}")
+
+
+@pytest.mark.parametrize("phase", ["--decode", "--prefill", "--train --batch 2 --micro-batch 2"])
+def test_a_trace_says_what_waiting_it_lacks(phase: str, tmp_path: Path, capsys: Out) -> None:
+    words = f"llama-3-8b --plans ladder {phase}"
+    best, span, said = traced(capsys, words, tmp_path / "trace.json")
+    assert (said, span) == ("", pytest.approx(best["us"] / 1e3))
+    best, span, said = traced(capsys, f"{words} --jitter 5", tmp_path / "trace.json")
+    waiting = best["waiting_us"] / 1e3
+    assert waiting > 0
+    assert span + waiting == pytest.approx(best["us"] / 1e3)
+    assert said == (
+        f"{span:.3f} of {best['us'] / 1e3:.3f} ms: without {waiting:.3f} ms of waiting for slower "
+        f"ranks"
+    )
+
+
+def test_a_trace_says_what_the_host_takes(tmp_path: Path, capsys: Out) -> None:
+    """Many prompts of a small model: kernels of microseconds, launched one by one."""
+    shape = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_layers": 8,
+             "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 128}  # fmt: skip
+    (tmp_path / "small.yaml").write_text(json.dumps(shape), encoding="utf-8")
+    words = f"{tmp_path / 'small.yaml'} --prefill --context 64 --batch 300 --plans standard"
+    best, span, said = traced(capsys, f"{words} --machine h100x1", tmp_path / "trace.json")
+    late = best["us"] / 1e3 - span
+    assert late > 0
+    assert said.endswith(f"without {late:.3f} ms of waiting for the host's launches")
+
+
+def test_a_page_asks_about_batches_that_the_micro_batch_divides(
+    tmp_path: Path, capsys: Out
+) -> None:
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "page.html"
+    asked(capsys, *shlex.split(STEP), "--page", str(page))
+    text = page.read_text(encoding="utf-8")
+    assert [f"tp4+sp, batch {n}:" in text for n in (1, 2, 4, 8)] == [False, True, True, True]
+    assert "not in the plot" not in text
+
+
+def test_a_page_leaves_out_batches_that_cannot_be_predicted(tmp_path: Path, capsys: Out) -> None:
+    """Those that nobody asked for: without the curve of copies, which only large prompts need."""
+    pytest.importorskip("matplotlib")
+    page, file, machine = tmp_path / "page.html", tmp_path / "own.json", load("h200x4")
+    kept = tuple(each for each in machine.curves if each.name != "peer copy")
+    write(replace(machine, curves=kept), file)
+    words = ("llama-3-8b", "--prefill", "--plans", "ladder", "--tp", "4", "--machine", str(file))
+    assert main(["predict", *words, "--batch", "16"]) == 2
+    capsys.readouterr()
+    asked(capsys, *words, "--context", "128", "--page", str(page))
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<svg") == 2
+    assert "Batch 64 is not in the plot: machine" in text
+    assert "at most: sequences of 128 tokens, by memory" in text
+
+
+def test_batches_are_those_that_the_micro_batch_divides(capsys: Out) -> None:
+    """Where the user names none; and a micro-batch is refused by its own name."""
+    words = ("llama-3-8b", "--train", "--plans", "standard", "--layouts", "tp4+sp", "--micro-batch")
+    for micro, batches in (("2", [2, 4, 8]), ("3", [3])):
+        rows = asked(capsys, *words, micro)["rows"]
+        assert sorted(row["batch"] for row in rows) == batches
+    memory = asked(capsys, *words, "2", "--objective", "memory")["rows"]
+    assert [row["batch"] for row in memory] == [2]
+    for micro in ("-2", "2000000"):
+        assert main(["predict", *words, micro]) == 2
+        said = f"--micro-batch={micro} must be 0, for the whole batch, to 1,048,576"
+        assert said in capsys.readouterr().err
+    assert main(["predict", "llama-3-8b", "--micro-batch", "2"]) == 2
+    assert "--micro-batch is of training" in capsys.readouterr().err

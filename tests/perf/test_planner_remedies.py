@@ -1,0 +1,70 @@
+"""`ladder predict MODEL`: what it says where nothing fits is what works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from ladder.cli import main
+from tests.perf.asking import Out
+
+LONG = "llama-3-8b --train --plans standard --context 8192"
+
+
+def last(capsys: Out, words: str) -> str:
+    assert main(["predict", *shlex.split(words)]) == 0
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def followed(words: str, remedy: str) -> str:
+    """The command as a remedy has it."""
+    for each in remedy.split(" and "):
+        verb, option = each.split(" --", 1)
+        words = re.sub(rf" --{option} \S+", "", words) if verb == "leave out" else words
+        words += f" --{option}" if verb == "take" else ""
+    return words
+
+
+@pytest.mark.parametrize(
+    ("words", "remedies"),
+    [
+        ("codellama-34b --train", ["take --nodes 2"]),
+        (f"{LONG} --layouts fsdp --batch 4", ["take --activation-checkpointing full",
+                                              "take --micro-batch 2"]),
+        (f"{LONG} --layouts fsdp --batch 64", ["take --micro-batch 2"]),
+        (f"{LONG} --layouts ddp --batch 1", ["leave out --layouts"]),
+        (f"{LONG} --layouts fsdp --batch 8 --machine h100x4",
+         ["take --micro-batch 2 --activation-checkpointing full"]),
+        ("llama-3-8b --train --plans standard --context 6144 --layouts fsdp --batch 8 "
+         "--machine h100x4", ["take --batch 1"]),  # of one pass, which keeps no gradients
+        ("codellama-34b --train --plans standard --layouts tp4+sp",
+         ["leave out --layouts and take --nodes 2"]),
+        ("llama-3-70b --train --batch 16", ["take --nodes 4 --activation-checkpointing full"]),
+        ("llama-3-70b --tp 1", ["leave out --tp", "take --weights fp8"]),
+    ],
+)  # fmt: skip
+def test_remedies_work(words: str, remedies: list[str], capsys: Out) -> None:
+    """Each of those that are named, with the rest of the command as it was."""
+    said, _, found = last(capsys, words).partition(": ")
+    assert said.startswith("nothing fits ")
+    *tried, end = found.split(", or ")
+    assert end == "give --machine more GPUs"
+    assert tried == remedies
+    for each in tried:
+        asked = followed(words, each)
+        assert last(capsys, asked).startswith("next: "), asked
+
+
+def test_what_no_option_helps_needs_more_gpus_of_a_node(capsys: Out) -> None:
+    """A rank of TP 4 holds a fourth of 405B in bfloat16, however many nodes there are."""
+    found = last(capsys, "llama-3.1-405b --train --nodes 16 --plans standard")
+    assert found.endswith("alone take 286.4: give --machine more GPUs")
+
+
+def test_nodes_that_are_not_predicted_are_no_remedy(capsys: Out) -> None:
+    words = "codellama-34b --train --plans standard --machine h200x4-no-p2p"
+    assert last(capsys, words).endswith(": give --machine more GPUs")
+    assert main(["predict", *shlex.split(words), "--nodes", "2"]) == 2
+    assert "several nodes of such are not predicted" in capsys.readouterr().err
