@@ -28,7 +28,7 @@ from ladder.kernels import decode_shapes
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.choice import embed
 from ladder.kernels.limits import MAX_ADDENDS
-from ladder.kernels.norm import MAX_SIZE, add_rms_norm
+from ladder.kernels.norm import add_rms_norm
 from ladder.kernels.prefill import rotary_prompt
 from ladder.models.config import ModelConfig
 from ladder.models.eight_bits import BLOCK
@@ -199,7 +199,6 @@ def fuse_refusal(model: Transformer) -> str:
     found = {
         **dict.fromkeys(shape_refusals(config), True),
         f"{held} virtual ranks whose inputs are no multiples of a block's {BLOCK}": cut,
-        f"hidden_size={config.hidden_size} above {MAX_SIZE}": config.hidden_size > MAX_SIZE,
         "adapters": model.adapted,
         f"weights in {stored}": stored not in DTYPES,
         f"computing in {computes} with weights in {stored}": computes not in (None, stored),

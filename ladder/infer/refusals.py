@@ -3,6 +3,7 @@ predictions ask it, too."""
 
 from __future__ import annotations
 
+from ladder.kernels.limits import MAX_SIZE
 from ladder.models.config import ModelConfig
 
 
@@ -12,5 +13,6 @@ def shape_refusals(config: ModelConfig) -> list[str]:
         f"mixer={config.mixer} and feed_forward={config.feed_forward}": not config.has_usual_slots,
         "biases of outputs (attention_bias)": config.attention_bias,
         "biases of MLPs (mlp_bias)": config.mlp_bias,
+        f"hidden_size={config.hidden_size} above {MAX_SIZE}": config.hidden_size > MAX_SIZE,
     }
     return [reason for reason, here in found.items() if here]

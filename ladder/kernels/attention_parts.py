@@ -31,9 +31,9 @@ def _values(cache, base, d, positions, stop, HD: tl.constexpr):
 @no_type_check
 def _pairs(cache, base, j, positions, stop, HD: tl.constexpr):
     """Of an e4m3 cache, the keys or values at `positions` as pairs of bytes, int16 [BN, HD / 2]; 0
-    from `stop` on."""
-    at = cache.to(tl.pointer_type(tl.int16), bitcast=True) + (base >> 1)
-    at += positions.to(tl.int64)[:, None] * (HD // 2) + j[None, :]
+    from `stop` on. Within a head 32 bits are enough for any offset, and need fewer registers."""
+    of_head = cache.to(tl.pointer_type(tl.int16), bitcast=True) + (base >> 1)
+    at = of_head + (positions[:, None] * (HD // 2) + j[None, :])
     return tl.load(at, mask=(positions < stop)[:, None], other=0)
 
 

@@ -2,6 +2,7 @@
 
 MAX_ROWS = 64  # of a product of `ladder.kernels.decode`, and so of a decode step
 CHUNK = 1024  # elements of a row per program of a landing, unless it makes pieces
+MAX_SIZE = 16384  # elements of a row that a norm or a message holds
 MAX_SUMS, MAX_OWNS = 2, 2  # of a landing
 MAX_ADDENDS = 8  # of `ladder.kernels.norm`
 PIECE = 2**26  # elements of a weight in 8 bits that are converted at once: enough to fill a GPU

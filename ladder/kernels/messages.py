@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ladder.jit import begin, jit, kernel, launch, on_triton, tl, triton
 from ladder.kernels.eight_bits import fitting_exponent, power, to_e4m3, widened
-from ladder.kernels.limits import UNIT, message_bytes
-from ladder.kernels.norm import MAX_SIZE
+from ladder.kernels.limits import MAX_SIZE, UNIT, message_bytes
 from ladder.models.errors import UserError
 from ladder.models.storage import QUANTISED, rounded
 

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from ladder.jit import begin, check_dtype, check_tensor, jit, kernel, launch, on_triton, tl, triton
-from ladder.kernels.limits import MAX_ADDENDS
+from ladder.kernels.limits import MAX_ADDENDS, MAX_SIZE
 from ladder.models.errors import UserError
-
-MAX_SIZE = 16384
 
 Addends = Sequence[tuple[Tensor, float]]
 Pair = tuple[Tensor, Tensor]

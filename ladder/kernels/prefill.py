@@ -15,7 +15,8 @@ from torch import Tensor
 from ladder.jit import begin, check_dtype, check_tensor, jit, kernel, launch, on_triton, tl, triton
 from ladder.kernels.cache_checks import check_extras, check_stored
 from ladder.kernels.eight_bits import fitting_exponent, power, to_e4m3
-from ladder.kernels.norm import MAX_SIZE, Pair
+from ladder.kernels.limits import MAX_SIZE
+from ladder.kernels.norm import Pair
 from ladder.models import storage
 from ladder.models.errors import UserError
 

@@ -21,7 +21,8 @@ from ladder.jit import (
     tl,
     triton,
 )
-from ladder.kernels.norm import MAX_SIZE, Pair
+from ladder.kernels.limits import MAX_SIZE
+from ladder.kernels.norm import Pair
 from ladder.kernels.prefill import land_rows_reference, norm_row
 from ladder.models.errors import UserError
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.jit import DTYPES
-from ladder.kernels.norm import MAX_SIZE
+from ladder.kernels.limits import MAX_SIZE
 from ladder.kernels.prefill import MAX_PIECES, land_rows
 from ladder.ops import exchange
 from ladder.ops.calls import execute, operator, rows_of, scattered, size_of

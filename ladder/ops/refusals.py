@@ -6,7 +6,7 @@ import torch
 
 from ladder.comm.access import push_refusal
 from ladder.jit import device_name
-from ladder.kernels.norm import MAX_SIZE
+from ladder.kernels.limits import MAX_SIZE
 from ladder.ops.registry import Call
 
 HALF = (torch.bfloat16, torch.float16)

@@ -17,8 +17,7 @@ from ladder.infer import fused
 from ladder.infer.engine import Engine
 from ladder.infer.fused import can_fuse, fuse_refusal
 from ladder.kernels import decode_attention
-from ladder.kernels.limits import MAX_ROWS
-from ladder.kernels.norm import MAX_SIZE
+from ladder.kernels.limits import MAX_ROWS, MAX_SIZE
 from ladder.models import ModelConfig, Ranks, Transformer, UserError
 from ladder.models.presets import PlanSpec, resolve_plan
 from ladder.models.quantised import quantise_model

@@ -21,6 +21,7 @@ import pytest
 from tests import ROOT
 from tests.commands import PATIENCE
 from tests.kernels.compiled import FEW, WORLD
+from tests.kernels.ptx import WAIT, before_the_wait, follow
 from tests.kernels.weakened import FEW as FEW_WEAKENED
 from tests.kernels.weakened import KERNELS, WEAKENED
 
@@ -58,7 +59,6 @@ PRIMITIVES = {
 }
 
 
-WAIT = "griddepcontrol.wait"
 SHARED = 227 * 1024  # bytes that a program may have
 
 
@@ -160,38 +160,21 @@ def test_defaults_are_numbers(found: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_attention_copies_keys_before_its_wait(found: dict[str, Any]) -> None:
-    """And writes nothing before; of float32, nothing is copied."""
-    early = [
-        bool(re.search(r"cp\.async\.c[ag]", ptx.partition(WAIT)[0]))
-        for launch, ptx in found["ptx"].items()
-        if launch.startswith("_attention_kernel") and check_attention(launch, ptx)
-    ]
+    """And writes nothing before."""
+    early = []
+    for launch, ptx in found["ptx"].items():
+        if launch.startswith("_attention_kernel"):
+            assert WAIT in ptx, launch
+            before = before_the_wait(ptx)
+            assert not re.search(r"\bst\.global|\batom\.", before), launch
+            early.append("cp.async.c" in before)
     assert any(early)
-
-
-def check_attention(launch: str, ptx: str) -> bool:
-    """Whether it waits in its loop; then programs without keys wait, too."""
-    before, *after = ptx.split(WAIT)
-    assert after, launch
-    assert not re.search(r"\bst\.global|\batom\.", before), launch
-    return len(after) == 2
 
 
 @pytest.mark.slow
 def test_steps_of_all_sizes_compile_to_machine_code() -> None:
     """One, two, four and eight ranks; 1 to 64 rows; weights of every type."""
     check_resources(printed("tests.kernels.compiled", "--everything")["made"])
-
-
-def follow(wanted: tuple[str, ...], ptx: str) -> bool:
-    """Whether each is there, behind the one before it."""
-    start = 0
-    for each in wanted:
-        match = re.compile(each).search(ptx, start)
-        if match is None:
-            return False
-        start = match.end()
-    return True
 
 
 def check_order(name: str, ptx: str) -> None:
