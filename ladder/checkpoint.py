@@ -342,3 +342,11 @@ def _opened(folder: Path) -> tuple[Transformer, TensorReader]:
         declare_quantised(model, kind)
     reader.check(model)
     return model, reader
+
+
+def trained_length(folder: Path) -> int | None:
+    """The `seq_len` at which a run's checkpoint was trained; None for every other folder."""
+    path = folder / RECORD
+    config = read_json(path).get("config") if path.is_file() else None
+    length = config.get("seq_len") if isinstance(config, dict) else None
+    return length if isinstance(length, int) else None

@@ -228,12 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
-        remedy = (
-            "; --resume continues from the last checkpoint, if one was written"
-            if hasattr(options, "resume")
-            else ""
-        )
-        lines = [f"interrupted{remedy}", *getattr(stop, "__notes__", ())]
+        lines = [f"interrupted{launch.remedy(options)}", *getattr(stop, "__notes__", ())]
         print(*lines, sep="\n", file=sys.stderr)
         return 130
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,12 +14,12 @@ import yaml
 
 from ladder.models.config import ModelConfig
 from ladder.models.errors import TYPES, UserError, check_keys, reason, unknown
+from ladder.models.presets import FILES
 
 T = TypeVar("T")
 # Values of options, defined here so that the command line needs no import of torch, which is slow.
 DTYPES = ("float32", "bfloat16")
 CHECKPOINTING = ("none", "full", "selective")
-FILES = (".yaml", ".yml", ".json")  # JSON is valid YAML
 # Limits far above any real config. Beyond them Python raises RecursionError or takes minutes.
 DEEPEST = 100  # nested lists and mappings
 LONGEST = 500  # digits of an integer
@@ -219,7 +220,7 @@ def find(kind: str, name: str) -> Path:
 
 def load_plan(spec: Any) -> Any:
     """A plan's specification; the path of a YAML or JSON file is replaced by the file's data."""
-    if isinstance(spec, str) and spec.endswith(FILES):
+    if isinstance(spec, str | PathLike) and str(spec).endswith(FILES):
         data = load_yaml(Path(spec))
         if not data:
             raise UserError(f"the plan {spec} is empty; give it `layers` or a list of records")

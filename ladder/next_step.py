@@ -10,6 +10,7 @@ from typing import TextIO
 from ladder.parallel import launch
 
 PROMPT = "The"
+GREETING = "Hi"  # of a chat
 
 
 def say_next(*words: object, file: TextIO | None = None) -> None:

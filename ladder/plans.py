@@ -28,6 +28,7 @@ OVERVIEW = (
     "dtp-1",
     "none",
 )
+FAMILIAR = "llama-3-8b"  # of the shapes with as many layers, the first to be proposed
 ACCUMULATED = """\
 reduce accumulated: one sum of the plain partials of all sublayers since the last reduce, read as
 late as peer_lag says. Until then a rank reads its own partials, times own_scale (sqrt(T) in the
@@ -97,7 +98,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _after_plans(options: argparse.Namespace, layers: int, found: Sequence[Plan]) -> None:
     """Propose to train a plan where the recipe `tiny` has as many layers and its data is there; to
-    time the drawn plans where a model has as many layers; else the demo."""
+    time the drawn plans where --model, or `tiny`, has as many layers; to predict their times where
+    another shape has; else the demo."""
     from ladder.config import find, load_mapping, model_config
 
     name = options.model or "tiny"
@@ -112,8 +114,32 @@ def _after_plans(options: argparse.Namespace, layers: int, found: Sequence[Plan]
         degree = ("--tp-degree", options.tp_degree)
         shape = ("--model", name, "--seq-len", 128, *degree)
         say_next("bench", "train", *shape, "--plans", *timed)
+    elif timed and (other := _shape_of(layers, found, options.tp_degree)):
+        ranks = ["--tp-degree", options.tp_degree] if _any_of_ranks(found) else []
+        say_next("predict", other, "--plans", *timed, *ranks)
     else:
         say_next("demo")
+
+
+def _any_of_ranks(plans: Sequence[Plan]) -> bool:
+    return any(plan.depends_on_tp and not plan.no_comm for plan in plans)
+
+
+def _shape_of(layers: int, plans: Sequence[Plan], tp_degree: int) -> str | None:
+    """The name of a shape of so many layers that can be split as the plans need; None: no such."""
+    from ladder.config import configs_folder, model_config
+    from ladder.models import UserError
+
+    names = sorted(path.stem for path in (configs_folder() / "models").glob("*.yaml"))
+    for name in (FAMILIAR, *names):
+        config = model_config(name)
+        if config.num_layers == layers:
+            try:
+                config.check_divides(tp_degree if _any_of_ranks(plans) else 1, "--tp-degree")
+            except UserError:
+                continue
+            return name
+    return None
 
 
 def summary(plan: Plan) -> dict[str, Any]:

@@ -237,6 +237,13 @@ def test_tokens_outside_the_vocabulary_are_refused_on_a_cpu(wrong: int) -> None:
         model(torch.tensor([[1, 2]]), targets)
 
 
+@pytest.mark.parametrize("shape", [[1], [1, 2, 3]])
+def test_tokens_are_sequences_of_a_batch(shape: list[int]) -> None:
+    model = Transformer(ModelConfig(**SHAPE))
+    with pytest.raises(UserError, match=rf"tokens of the shape \{shape} must be \[B, S\]"):
+        model(torch.zeros(shape, dtype=torch.int64))
+
+
 def beyond(rank: int, world: int) -> tuple[list[bool], list[bool]]:
     """Which embeddings and losses are no numbers."""
     model = Transformer(ModelConfig(**SHAPE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from ladder.cli import main, make_parser, parse_words
+from ladder.folders import newest
 from ladder.next_step import free, say_next
 from ladder.progress import Progress, amount
+from tests.chats import TEMPLATE, make_chats, write_chats
 from tests.corpus import make_corpus
 
 Captured = pytest.CaptureFixture[str]
@@ -81,6 +84,59 @@ def test_what_cannot_be_trained_leads_nowhere(tmp_path: Path, capsys: Captured) 
     assert "fewer" not in capsys.readouterr().out
 
 
+def test_chats_lead_to_a_chat(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From conversations to an answer. The loss of a model from random weights is no use here, and
+    a prompt that is no message is nothing that the model was tuned on."""
+    data, base = make_corpus(tmp_path), tmp_path / "base"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = ["train", "tiny", f"data={data}", f"out={base}", "plan=standard", *SMALL]
+    step(command, capsys, "--device", "cpu")
+    chats = write_chats(tmp_path / "chats.jsonl", make_chats(60))
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    words = ["data", "prepare", str(chats), "--chat-field", "messages", "--chat-template",
+             str(tmp_path / "chat.jinja"), "--heldout-fraction", "0.1"]  # fmt: skip
+    given = ["--tokenizer", str(tmp_path / "tokenizer"), "--out", str(tmp_path / "a")]
+    assert main([*words, *given]) == 0  # the tokenizer is no model's
+    out = capsys.readouterr().out
+    told = f"ladder finetune tiny-sft init=MODEL data={tmp_path / 'a'} out={tmp_path / 'tiny-sft'}"
+    assert out.splitlines()[-1].endswith(f", a run's folder for example: {told}")
+    assert "next: " not in out
+    model = newest(base)
+    words = step([*words, "--tokenizer", str(model), "--out", str(tmp_path / "b")], capsys)
+    assert words == ["finetune", "tiny-sft", f"init={model}", f"data={tmp_path / 'b'}",
+                     f"out={tmp_path / 'tiny-sft'}"]  # fmt: skip
+    small = ["steps=2", "seq_len=64", "batch_size=2", "warmup_steps=1", "eval_windows=2"]
+    words = step(words, capsys, *small, "--device", "cpu")
+    assert words == ["generate", str(tmp_path / "tiny-sft"), "--chat", "--prompt", "Hi"]
+    assert main([*words, "--max-new-tokens", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (20, "next: ladder train tiny data={} seq_len=32 out={}"),
+        (600, "next: ladder train tiny data={} out={}"),
+        (6, "too little text to train on: a split has 13 tokens; prepare more documents"),
+    ],
+)
+def test_windows_fit_the_text(words: int, told: str, tmp_path: Path, capsys: Captured) -> None:
+    """A recipe's may be longer than a split, which training refuses."""
+    make_corpus(tmp_path)
+    text = tmp_path / "posts.jsonl"
+    lines = [json.dumps({"text": f"{letter} " * words}) + "\n" for letter in "ab"]
+    text.write_text("".join(lines))
+    given = ["--tokenizer", str(tmp_path / "tokenizer"), "--heldout-fraction", "0.5"]
+    out = tmp_path / "few"
+    assert main(["data", "prepare", str(text), *given, "--out", str(out)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == told.format(out, tmp_path / "tiny")
+    if last.startswith("next: "):
+        command = [*shlex.split(last)[2:], *(each for each in SMALL if "seq_len" not in each)]
+        assert main([*command, "--device", "cpu"]) == 0
+
+
 def test_a_path_that_is_taken_is_not_proposed(tmp_path: Path) -> None:
     assert free(tmp_path / "data") == tmp_path / "data"
     (tmp_path / "data").mkdir()
@@ -98,6 +154,15 @@ def test_plans_lead_to_a_measurement(
     assert words[:2] == ["bench", "train"]
     assert words[-2:] == ["--plans", "ladder"]
     assert step(["plans", "ladder", "--layers", "6"], capsys) == ["demo"]
+    words = step(["plans", "ladder", "dtp-2", "--layers", "32"], capsys)
+    ranks = ["--tp-degree", "4"]
+    assert words == ["predict", "llama-3-8b", "--plans", "ladder", "dtp-2", *ranks]
+    step(words, capsys)
+    Path("deep.yaml").write_text("layers: [{layers: 0-23, preset: ladder}]\n")
+    words = step(["plans", "deep.yaml"], capsys)
+    assert words == ["predict", "quality-300m", "--plans", "deep.yaml"]
+    step(words, capsys)
+    assert step(["plans", "dtp-2", "--layers", "32", "--tp-degree", "3"], capsys) == ["demo"]
     assert main(["plans", "ladder", "--json"]) == 0
     assert "next: " not in capsys.readouterr().out
 

@@ -116,26 +116,27 @@ def convert(
     total = sum(nbytes.values())
     sums: dict[str, str] = {}
     size, unit = (10**6, "MB") if total >= 10**7 else (10**3, "kB")
-    with new_folder(out) as folder, Progress("convert", 2 * total // size, unit) as progress:
-        done = 0
+    with new_folder(out) as folder:
+        with Progress("convert", total // size, unit) as progress:
+            done = 0  # bytes, each twice: when it is made, and when it is read back
 
-        def advance(name: str) -> None:
-            nonlocal done
-            done += nbytes[name]
-            progress.update(done // size)
+            def advance(name: str) -> None:
+                nonlocal done
+                done += nbytes[name]
+                progress.update(done // (2 * size))
 
-        def fetcher(made: Made) -> Callable[[], Tensor]:
-            def fetch() -> Tensor:
-                value = made.make()
-                sums[made.name] = tensor_checksum(value)
-                advance(made.name)
-                return value
+            def fetcher(made: Made) -> Callable[[], Tensor]:
+                def fetch() -> Tensor:
+                    value = made.make()
+                    sums[made.name] = tensor_checksum(value)
+                    advance(made.name)
+                    return value
 
-            return fetch
+                return fetch
 
-        entries = [Entry(each.name, each.nbytes, fetcher(each)) for each in wanted]
-        write_tensors(folder, WEIGHTS, entries, writer=True)
-        verify_checksums(folder, sums, advance)
+            entries = [Entry(each.name, each.nbytes, fetcher(each)) for each in wanted]
+            write_tensors(folder, WEIGHTS, entries, writer=True)
+            verify_checksums(folder, sums, advance)
         _write_config(source, folder, config, to, dtype, weights)
         _copy_companions(source, folder)
         if to == "hf":

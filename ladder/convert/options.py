@@ -73,7 +73,13 @@ def add_sensitivity_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=int, required=True, help="how many layers to convert")
     parser.add_argument("--windows", type=int, default=32, help="how many held-out windows")
-    parser.add_argument("--seq-len", type=int, default=0, help="tokens per window; 0: up to 1024")
+    parser.add_argument(
+        "--seq-len",
+        type=int,
+        default=0,
+        help="tokens per window; 0: as many as the run was trained with, or the model's context, "
+        "but at most 1024",
+    )
     parser.add_argument("--batch", type=int, default=8, help="windows per forward pass")
     parser.add_argument("--dtype", default="auto", help="auto (as stored), float32 or bfloat16")
     parser.add_argument("--out", type=Path, help="JSON file for all figures")

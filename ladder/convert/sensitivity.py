@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ladder.checkpoint import newest, read_config
+from ladder.checkpoint import newest, read_config, trained_length
 from ladder.data.prepared import TokenData, check_tokenizer, heldout_order, open_data, text_bytes
 from ladder.files import check_writable, make_folder, refuse_inside, write_text
 from ladder.infer.cache import reading
@@ -33,7 +33,7 @@ from ladder.parallel import launch
 from ladder.parallel.sharding import local_tensor
 from ladder.progress import Progress
 
-SEQ_LEN = 1024  # tokens; less if the model's context is shorter
+SEQ_LEN = 1024  # tokens; fewer if the model was trained with fewer, or has a shorter context
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,8 @@ def sensitivity_command(options: argparse.Namespace) -> int:
             f"{config.vocab_size}; prepare the text with the model's own tokenizer"
         )
     room = config.max_seq_len
-    seq_len = options.seq_len or min(SEQ_LEN, room)
+    trained = trained_length(folder)
+    seq_len = options.seq_len or min(SEQ_LEN, trained or room)
     if not 1 <= seq_len <= room:
         raise UserError(f"--seq-len={seq_len} must be 1 to the model's max_seq_len={room}")
     check_layers(config.plan, options.layers)
@@ -272,6 +273,7 @@ def sensitivity_command(options: argparse.Namespace) -> int:
         model, data, options.layers, seq_len, options.windows, options.batch
     )
     if launch.rank() == 0:
+        print(f"windows of {seq_len:,} tokens{', as trained' * (seq_len == trained)}")
         print(text(report))
         if options.out is not None:
             found: dict[str, Any] = {"model": str(options.model), "seq_len": seq_len}

@@ -53,6 +53,11 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
+def holds_chats(index: Mapping[str, Any]) -> bool:
+    """Whether the data are conversations."""
+    return "chat_field" in index["source"]
+
+
 def _check(index: Any) -> None:
     """Raise ValueError where this is no valid index of this version."""
     if not isinstance(index, dict):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from ladder.next_step import free, say_next
+
+SHORTEST = 16  # tokens of a window worth proposing
 
 
 def add_tokenizer_options(parser: argparse.ArgumentParser) -> None:
@@ -135,9 +138,32 @@ def run_prepare(options: argparse.Namespace) -> int:
     if not index["splits"]["heldout"]["tokens"]:
         print(f"no text is held out, and `ladder train` needs some: {IF_EMPTY}")
         return 0
-    recipe = ["train", "tiny"]
-    if config.chat_field and (Path(config.tokenizer) / "config.json").is_file():
-        recipe = ["finetune", "tiny-sft", f"init={config.tokenizer}"]  # the model's own tokenizer
-    out = free(options.out.parent / recipe[1])
-    say_next(*recipe, f"data={options.out}", f"out={out}")
+    if config.chat_field:
+        _after_chats(options.out, config.tokenizer)
+    else:
+        _after_text(options.out, min(split["tokens"] for split in index["splits"].values()))
     return 0
+
+
+def _after_chats(data: Path, tokenizer: str) -> None:
+    """Propose to fine-tune the model in the tokenizer's folder; without one, say how it is done."""
+    words = ["finetune", "tiny-sft"]
+    given = [f"data={data}", f"out={free(data.parent / words[1])}"]
+    if (Path(tokenizer) / "config.json").is_file():
+        say_next(*words, f"init={tokenizer}", *given)
+        return
+    line = shlex.join(["ladder", *words, "init=MODEL", *given])
+    print(f"to fine-tune a MODEL of this tokenizer, a run's folder for example: {line}")
+
+
+def _after_text(data: Path, tokens: int) -> None:
+    """Propose to train the tiny model, on windows that fit a split of so many tokens."""
+    from ladder.config import find, load_mapping
+
+    recipe = "tiny"
+    wanted, fits = load_mapping(find("train", recipe))["seq_len"], tokens - 1
+    if fits < SHORTEST:
+        print(f"too little text to train on: a split has {tokens:,} tokens; prepare more documents")
+        return
+    shorter = [] if wanted <= fits else [f"seq_len={1 << fits.bit_length() - 1}"]
+    say_next("train", recipe, f"data={data}", *shorter, f"out={free(data.parent / recipe)}")

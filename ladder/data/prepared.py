@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ladder.data.batches import Batches, make_windows
-from ladder.data.index import STORED, check_own_tokenizer, load_token_bytes, read_index
+from ladder.data.index import STORED, check_own_tokenizer, holds_chats, load_token_bytes, read_index
 from ladder.data.split import Split, map_shard
 from ladder.data.tokenizer import FILE, load_tokenizer
 from ladder.files import checksum
@@ -68,7 +68,7 @@ def open_data(folder: str | Path) -> TokenData:
             record["documents"],
             record["bytes"],
             index["vocab_size"],
-            "chat_field" in index["source"],
+            holds_chats(index),
         )
         for name, record in index["splits"].items()
     }

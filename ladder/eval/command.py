@@ -8,13 +8,13 @@ import gc
 import json
 import platform
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ladder.checkpoint import check_model, newest
+from ladder.checkpoint import check_model, newest, trained_length
 from ladder.data.tokenizer import load_tokenizer
 from ladder.eval import offline, results, suites
 from ladder.eval.options import RESULTS, check
@@ -37,6 +37,7 @@ from ladder.records import commit
 
 DATA = "offline"  # the folder in --out for data built from text
 MARKDOWN = "results.md"
+HELDOUT = "local_heldout"
 BOOTSTRAPS = 1000  # draws for the standard error of a metric that has no formula
 
 
@@ -131,16 +132,21 @@ def _compare(
     columns: dict[str, list[results.Metric]] = {}
     models: dict[str, dict[str, Any]] = {}
     rows: list[list[str]] = []
+    # One length for all models: windows of another length give other bits per byte.
+    lengths = {length for folder in folders.values() if (length := trained_length(folder))}
+    window = min(lengths, default=None)
+    notes: dict[str, str] = {}
 
     def run(name: str, folder: Path) -> None:
-        columns[name], models[name] = _run(options, device, name, folder, tasks)
+        columns[name], models[name] = _run(options, device, name, folder, tasks, window)
         if launch.rank() == 0:
-            facts = _facts(options, device, models, [*folders][len(models) :])
+            facts = _facts(options, device, models, [*folders][len(models) :]) | notes
             rows[:] = write_results(columns, tasks["group_map"], facts, models, index, out)
 
     first, *others = folders.items()
     with _written(out, own) as data:
         tasks, index = _load_tasks(options, chosen, own, data)
+        notes = _notes(tasks["tasks"], lengths)
         run(*first)
     try:
         for each in others:
@@ -150,9 +156,27 @@ def _compare(
         raise
     finally:
         if rows:
-            print(aligned(rows), flush=True)
+            said = (f"{key}: {note}" for key, note in notes.items())
+            print(aligned(rows), *said, sep="\n", flush=True)
     if rows:
         print(f"{out / RESULTS}, {out / MARKDOWN}")
+
+
+def _notes(tasks: Mapping[str, Any], lengths: Collection[int]) -> dict[str, str]:
+    """What is said of some tasks below the table: which text they score, and in which windows.
+
+    lengths: those at which the runs among the models were trained.
+    """
+    notes = {}
+    if HELDOUT in tasks:
+        notes[HELDOUT] = f"the first {offline.CHARACTERS:,} characters of each document"
+    rolling = any(
+        task.get_config("output_type") == "loglikelihood_rolling" for task in tasks.values()
+    )
+    if rolling and lengths:
+        which = "as trained" if len(lengths) == 1 else "the fewest that a run was trained with"
+        notes["windows"] = f"{min(lengths):,} tokens, {which}"
+    return notes
 
 
 def _run(
@@ -161,8 +185,9 @@ def _run(
     name: str,
     folder: Path,
     tasks: dict[str, Any],
+    window: int | None,
 ) -> tuple[list[results.Metric], dict[str, Any]]:
-    """The metrics of one model, and what it is."""
+    """The metrics of one model, and what it is. window: see `evaluate`."""
     model = load_for_inference(
         folder,
         tp=options.tp,
@@ -180,13 +205,15 @@ def _run(
                 held += f", {kind} {what}"
         print(f"{name}: {folder} ({dtype}{held})", flush=True)
     found = evaluate(
-        model, folder, tasks, options.batch, options.limit, options.chat_template, options.cache
-    )
+        model, folder, tasks, options.batch, options.limit, options.chat_template, options.cache,
+        window,
+    )  # fmt: skip
     facts = {
         "folder": str(folder),
         "plan": model.config.plan.name,
         "tp_degree": model.config.tp_degree,
         "context": model.config.max_seq_len,
+        "window": min(model.config.max_seq_len, window or model.config.max_seq_len),
         "dtype": dtype,
         "weights": weights or dtype,
         "activations": options.activations,
@@ -207,12 +234,14 @@ def evaluate(
     limit: int | None = None,
     chat_template: str | None = None,
     cache: str = "auto",
+    window: int | None = None,
 ) -> list[results.Metric]:
     """The metrics of a sharded model (or of a model of the harness) on loaded tasks.
 
     Every rank calls it and gets the same. limit: examples of each task; None: all. chat_template:
     the template that examples are put into: a Jinja file's path, or "" for the tokenizer's own;
-    None: they stay plain text. cache: the type of keys and values (Engine).
+    None: they stay plain text. cache: the type of keys and values (Engine). window: the most tokens
+    of a window of a whole text, as of local_heldout; None: the model's context.
     """
     from lm_eval import evaluator
     from lm_eval.api.model import LM
@@ -221,7 +250,7 @@ def evaluate(
 
     suites.seed(tasks)
     if not isinstance(model, LM):
-        model = LadderLM(model, folder, batch, chat_template, cache)
+        model = LadderLM(model, folder, batch, chat_template, cache, window)
     with contextlib.redirect_stdout(sys.stderr):  # the harness prints while it bootstraps
         found = evaluator.evaluate(
             lm=model,

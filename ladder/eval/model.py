@@ -48,7 +48,8 @@ class LadderLM(TemplateLM):
     Tokens, prefixes and truncation follow the harness's Hugging Face model (HFLM), so the figures
     are comparable. chat_template: a Jinja file, or "" for the folder's template, if requests are
     conversations; None: they are plain text. cache: the type of keys and values (Engine), also of
-    those that a text's own tokens attend to.
+    those that a text's own tokens attend to. window: the most tokens of a window of a whole text;
+    None: the model's context, as HFLM's.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class LadderLM(TemplateLM):
         batch: int = 8,
         chat_template: str | None = None,
         cache: str = "auto",
+        window: int | None = None,
     ) -> None:
         super().__init__()
         folder = newest(folder)
         self.model, self.batch = model, batch
+        self.window = min(self.max_length, window or self.max_length)
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self.tokenizer.encode_special_tokens = False  # as in transformers
         self.template = open_template(folder, self.tokenizer, chat_template)
@@ -156,7 +159,7 @@ class LadderLM(TemplateLM):
         windows: list[list[Request]] = []
         for request in requests:
             cut = get_rolling_token_windows(
-                self.tok_encode(request.args[0]), self.prefix, self.max_length, context_len=1
+                self.tok_encode(request.args[0]), self.prefix, self.window, context_len=1
             )
             windows.append([Request(*make_disjoint_window(pair)) for pair in cut])
         scores = iter(self._score([window for each in windows for window in each]))

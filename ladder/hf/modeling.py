@@ -18,13 +18,14 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from ladder.config import load_plan
 from ladder.hf.attending import LadderCache, given_mask, packed
-from ladder.hf.refusals import refuse_devices, refuse_options, refuse_replicas
+from ladder.hf.refusals import refuse_attention, refuse_devices, refuse_options, refuse_replicas
 from ladder.hf_config import config_from_huggingface, refuse_quantised
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.sublayers import Context, Sublayer
-from ladder.models.transformer import Transformer, tensor_shapes
+from ladder.models.transformer import Transformer, default_parts, tensor_shapes
 from ladder.reader import TensorReader
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -51,7 +52,10 @@ class LadderConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if not isinstance(self.model, dict):
-            raise UserError(f"model={self.model!r} of a LadderConfig must be ModelConfig's fields")
+            raise UserError(
+                f"model={self.model!r} of a LadderConfig must be ModelConfig's fields: give "
+                f"LadderConfig(model=ModelConfig(...).to_dict()), or load one by from_pretrained"
+            )
         refuse_quantised(kwargs, "the model's config.json")
         config = ModelConfig.from_dict(self.model)
         config.refuse_no_comm()
@@ -79,7 +83,7 @@ class LadderConfig(PreTrainedConfig):
         plan, tp_degree = kwargs.pop("plan", None), kwargs.pop("tp_degree", None)
         if plan is not None:
             model = config_dict.get("model")
-            config_dict = {**config_dict, "model": rewired(model, plan, tp_degree)}
+            config_dict = {**config_dict, "model": rewired(model, load_plan(plan), tp_degree)}
         elif tp_degree is not None:
             raise UserError(f"tp_degree={tp_degree} goes with a plan; give plan= too")
         original = config_dict.get("huggingface")  # of a folder that `ladder convert` made
@@ -242,7 +246,8 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LadderConfig) -> None:
         super().__init__(config)
-        self.wrap(Transformer(config.resolved))
+        # With given parts no weights are drawn: `_init_weights` does, unless they are loaded.
+        self.wrap(Transformer(config.resolved, default_parts(config.resolved)))
         self.post_init()
 
     @classmethod
@@ -266,6 +271,12 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_decoder(self) -> LadderModel:
         return self.model
+
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, *args: Any, **options: Any
+    ) -> str:
+        refuse_attention(attn_implementation)
+        return "sdpa"
 
     def _init_weights(self, module: nn.Module) -> None:
         names = (name for name, each in self.named_modules() if each is module)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ladder.models.errors import UserError
 
 
@@ -23,19 +25,36 @@ def refuse_options(options: dict[str, Any]) -> None:
         )
 
 
+def refuse_attention(implementation: str | None) -> None:
+    """Raise UserError for an attention of transformers' that our models would not call."""
+    if implementation not in (None, "sdpa"):
+        raise UserError(
+            f"attn_implementation={implementation!r} is not for our models, whose attention is "
+            f"always torch's scaled_dot_product_attention, with its flash kernels; leave it out"
+        )
+
+
 def refuse_devices(device_map: dict[str, Any] | None) -> None:
     """Raise UserError for layers that would compute on different GPUs.
 
     accelerate moves a module's inputs to its device, but the outputs that a plan has in flight pass
     no module. Weights on `cpu` or `disk` are fetched to the device of the others, which works.
     """
-    found = sorted({str(each) for each in (device_map or {}).values()} - {"cpu", "disk"})
+    given = {str(each) for each in (device_map or {}).values()} - {"cpu", "disk"}
+    found = sorted({_device(each) for each in given})
     if len(found) > 1:
         raise UserError(
             f"device_map puts layers on the devices {', '.join(found)}, and ours compute on one: "
             f"give device_map={{'': 0}}, or, under torchrun, "
             f"distributed_config=DistributedConfig(tp_size={len(found)})"
         )
+
+
+def _device(name: str) -> str:
+    """A device of a device_map by one name: 0 and cuda are cuda:0 on the first GPU."""
+    if name == "cuda":
+        return f"cuda:{torch.cuda.current_device()}"
+    return f"cuda:{name}" if name.isdecimal() else name
 
 
 def refuse_replicas() -> None:

@@ -320,16 +320,27 @@ class Engine:
             self.sessions[key] = session  # the newest is the last
         return session
 
+    def _held(self, key: tuple[int, int, Sampling]) -> float:
+        """The bytes that a session may hold, with its graphs of prompts."""
+        batch, capacity, _ = key
+        widths = self.sessions[key].prompt_graphs
+        found = session_bytes(self.model, batch, capacity, self.cache)
+        return found + sum(pass_bytes(self.model, batch, width) for width in widths)
+
     def _make_room(self, need: float, using: Session | None = None) -> None:
-        """Drop the sessions used longest ago until every rank has `need` bytes free, or only
-        `using` is left. All ranks drop the same."""
+        """Drop the sessions used longest ago until every rank has `need` bytes free; none if all
+        that they may hold would not be enough. All ranks drop the same."""
         old = [key for key, each in self.sessions.items() if each is not using]
-        released = False
-        while old and need > HEADROOM * least_free(self.device, self.model.reducer):
-            if released:  # before, graphs may run, and what torch keeps unused may be enough
-                del self.sessions[old.pop(0)]
+        if not old or need <= HEADROOM * least_free(self.device, self.model.reducer):
+            return
+        release(self.device)  # what torch keeps unused may be enough
+        free = least_free(self.device, self.model.reducer)
+        if need > HEADROOM * (free + sum(map(self._held, old))):
+            return
+        while old and need > HEADROOM * free:
+            del self.sessions[old.pop(0)]
             release(self.device)
-            released = True
+            free = least_free(self.device, self.model.reducer)
 
     @torch.inference_mode()
     def generate(

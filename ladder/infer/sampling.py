@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ladder.infer.settings import Sampling as Sampling  # without torch
 from ladder.models.reducer import Reducer
+from ladder.models.seeds import spread
 
 LOWEST = torch.iinfo(torch.int64).min
 
@@ -17,10 +18,7 @@ def draws(sampling: Sampling, count: int, steps: int) -> Tensor:
 
     Each prompt has a generator of its own, so its text does not depend on the other prompts.
     """
-    # torch's generator reads 32 bits of its seed, which the bits above those change; the factor is
-    # odd, so that no two seeds with equal lower bits meet.
-    start = sampling.seed * 1_000_003 ^ (sampling.seed >> 32) * 2_654_435_769
-    seeds = [(start + i) % 2**63 for i in range(count)]
+    seeds = [(spread(sampling.seed) + i) % 2**63 for i in range(count)]
     columns = [torch.rand(steps, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return torch.stack(columns, dim=1)
 

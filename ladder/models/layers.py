@@ -61,7 +61,7 @@ class ParallelLinear(nn.Linear):
         return out
 
     def reset_parameters(self) -> None:
-        """Do nothing: values come from Transformer.initialise or a folder."""
+        """Do nothing: Transformer.initialise knows how deep the model is."""
 
     def held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """The matrix [out, in] that this process multiplies by, and the bias if there is one."""

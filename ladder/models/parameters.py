@@ -29,8 +29,11 @@ class Initialisation(Enum):
     EMBEDDING = "embedding"  # like NORMAL, for a matrix whose rows are looked up
     RESIDUAL = "residual"  # of a matrix that writes to the residual: INIT_STD / sqrt(2 num_layers)
 
-    def fill(self, parameter: Tensor, num_layers: int, generator: torch.Generator) -> None:
-        """Fill a full-sized parameter of a model of `num_layers` layers."""
+    def fill(self, parameter: Tensor, num_layers: int, generator: torch.Generator | None) -> None:
+        """Fill a full-sized parameter of a model of `num_layers` layers.
+
+        generator: None is torch's own.
+        """
         if self is Initialisation.ONES:
             parameter.fill_(1.0)
         elif self is Initialisation.ZEROS:

@@ -6,7 +6,8 @@ A specification is one of
 - presets on ranges of layers, standard elsewhere: `ladder@16-31`, `desync-2x@0-7,ladder@8-15`;
 - a list of ranges, each with a preset or with the records of its layers:
   `[{layers: 0-7, preset: desync-2x}, {layers: 8-15, attention: {own_lag: 2, peer_lag: 2}}]`;
-- a list of all records, as `Plan.to_dict` writes it: `[{kind: attention, ...}, ...]`;
+- a list of all records, as `Plan.to_dict` writes it: `[{kind: attention, ...}, ...]`, or as
+  SublayerRecords;
 - a mapping {name: ..., layers: LIST} or {name: ..., sublayers: LIST} of one of these lists.
 """
 
@@ -15,7 +16,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from os import PathLike
 from typing import Any
 
 from ladder.models.errors import UserError, check_keys, unknown
@@ -36,8 +38,9 @@ PRESETS = (
 MOST_LAYERS = 10_000  # of a model: a mistyped number would take endless time
 MOST_RANKS = 2**16
 DIGITS = 9  # most digits of a number in a plan's text
+FILES = (".yaml", ".yml", ".json")  # that ladder.config reads; JSON is valid YAML
 
-PlanSpec = str | Plan | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+PlanSpec = str | Plan | Mapping[str, Any] | Sequence[Mapping[str, Any] | SublayerRecord]
 
 
 def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) -> Plan:
@@ -50,6 +53,10 @@ def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) 
         raise UserError(f"num_layers={num_layers} must be from 1 to {MOST_LAYERS:,}")
     if tp_degree is not None and not 1 <= tp_degree <= MOST_RANKS:
         raise UserError(f"tp_degree={tp_degree} must be from 1 to {MOST_RANKS:,}")
+    if isinstance(spec, str | PathLike) and (file := str(spec)).endswith(FILES):
+        raise UserError(
+            f"plan={file!r} names a file; read it first: plan=ladder.config.load_plan({file!r})"
+        )
     if isinstance(spec, Plan):
         plan = spec
     elif isinstance(spec, str):
@@ -127,6 +134,7 @@ def _from_list(
             f"{plan} has {entries!r} as its list of layers or sublayers; give entries, as "
             f"{{layers: 0-{num_layers - 1}, preset: ladder}}"
         )
+    entries = [asdict(each) if isinstance(each, SublayerRecord) else each for each in entries]
     if not all(isinstance(entry, Mapping) for entry in entries):
         raise UserError(f"each entry of {plan} must be a mapping, as {{kind: mlp, own_lag: 1}}")
     if all("kind" in entry for entry in entries):

@@ -72,12 +72,16 @@ class Transformer(nn.Module):
     A new model has all T ranks in this process (T = tp_degree; above 1 they are virtual ranks);
     `use` gives it a Runtime that spreads them over processes.
 
-    parts: constructors that replace those that the config names.
+    It has random weights, drawn by torch's own generator, as other torch modules do; none on the
+    device `meta`. For those of a seed, the same on any ranks, see `ladder.parallel.sharding`.
+
+    parts: constructors that replace those that the config names. Values are then the caller's.
     """
 
     def __init__(self, config: ModelConfig, parts: Parts | None = None) -> None:
         super().__init__()
         self.config = config
+        draws = parts is None
         parts = parts or default_parts(config)
         plan, size, eps = config.plan, config.hidden_size, config.norm_eps
         norms = [
@@ -102,6 +106,10 @@ class Transformer(nn.Module):
         # The shapes of the whole parameters, of which a process may hold a part.
         self.shapes: dict[str, torch.Size] = {}
         self.declare({name: each.shape for name, each in self.named_parameters()})
+        if draws:
+            for name, parameter in self.named_parameters():
+                if not parameter.is_meta:
+                    self.initialise(parameter, name)
 
     def declare(self, shapes: dict[str, torch.Size]) -> None:
         """Take the whole shapes of parameters that are new or were replaced, and all specs anew."""
@@ -259,7 +267,11 @@ class Transformer(nn.Module):
         self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None,
         mask: Tensor | None,
     ) -> None:  # fmt: skip
-        assert tokens.dim() == 2, tokens.shape
+        if tokens.dim() != 2:
+            raise UserError(
+                f"tokens of the shape {list(tokens.shape)} must be [B, S], sequences and their "
+                f"tokens; of one sequence pass tokens[None]"
+            )
         assert mask is None or cache is not None, "a mask needs a cache"
         assert documents is None or cache is None, "a cache holds one document of each sequence"
         assert documents is None or documents.dim() == 1, "documents are the starts of each"
@@ -287,7 +299,9 @@ class Transformer(nn.Module):
             )
 
     @torch.no_grad()
-    def initialise(self, parameter: Tensor, name: str, generator: torch.Generator) -> None:
+    def initialise(
+        self, parameter: Tensor, name: str, generator: torch.Generator | None = None
+    ) -> None:
         """Fill the full-sized `parameter` of this name, as its spec says.
 
         Norms are 1, biases 0, and matrices normal with a standard deviation of 0.02, or

@@ -107,7 +107,7 @@ def run(
             process.start()
             ranks.append(process)
         before = _pass_on(signal.SIGTERM, ranks)
-        return _watch(ranks, Path(folder))
+        return _watch(ranks, Path(folder), remedy(*arguments))
     finally:  # an interrupt of this process alone must not leave them running
         _end(ranks)
         if before is not None:
@@ -145,11 +145,18 @@ def _pass_on(number: signal.Signals, ranks: Sequence[BaseProcess]) -> Any:
     return signal.signal(number, hand_on)
 
 
-def _watch(ranks: Sequence[BaseProcess], folder: Path) -> int:
+def remedy(*arguments: Any) -> str:
+    """What to do about a run that was cut off, where the command has --resume; else nothing."""
+    here = any(hasattr(each, "resume") for each in arguments)
+    return "; --resume continues from the last checkpoint, if one was written" if here else ""
+
+
+def _watch(ranks: Sequence[BaseProcess], folder: Path, advice: str = "") -> int:
     """Wait until all ranks have ended, or one has failed; returns the exit code.
 
     A rank that was killed, or ended without a message, is the only one named: the others can only
-    report that they lost it, or hang in a GPU kernel that waits for it.
+    report that they lost it, or hang in a GPU kernel that waits for it. advice: the end of its
+    line.
     """
     left: dict[int, int] = {}  # exit codes
     orderly: set[int] = set()
@@ -177,11 +184,13 @@ def _watch(ranks: Sequence[BaseProcess], folder: Path) -> int:
             # Libraries abort when they lose another rank: the cause is that rank's failure.
             if end < 0 and not (message and -end == signal.SIGABRT):
                 name = signal.Signals(-end).name if -end in set(signal.Signals) else "unknown"
-                print(f"error: rank {n} was killed by signal {-end} ({name})", file=sys.stderr)
+                what = f"was killed by signal {-end} ({name})"
+                print(f"error: rank {n} {what}{advice}", file=sys.stderr)
                 return 1
         for n, end in left.items():
             if end >= 0 and n not in orderly:
-                print(f"error: rank {n} ended with exit code {end} and no message", file=sys.stderr)
+                what = f"ended with exit code {end} and no message"
+                print(f"error: rank {n} {what}{advice}", file=sys.stderr)
                 return end or 1
     sys.stderr.write(message)
     return code or next((end for end in left.values() if end), 0)

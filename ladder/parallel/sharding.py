@@ -17,6 +17,7 @@ from ladder.models.errors import UserError, unknown
 from ladder.models.parameters import chunk
 from ladder.models.ranks import Ranks
 from ladder.models.reducer import Reducer
+from ladder.models.seeds import spread
 from ladder.models.storage import is_quantised
 from ladder.models.transformer import Transformer
 from ladder.parallel.choose import REDUCERS
@@ -173,7 +174,7 @@ def initialise(model: Transformer, seed: int) -> None:
     """
     for name, local, part in local_parameters(model):
         generator = torch.Generator().manual_seed(
-            (seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63
+            (spread(seed) + zlib.crc32(name.encode())) % 2**63
         )
         full = torch.empty(model.shapes[name])
         model.initialise(full, name, generator)

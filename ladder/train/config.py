@@ -13,6 +13,7 @@ from ladder.config import (
     DTYPES,
     apply_overrides,
     build,
+    configs_folder,
     find,
     load_mapping,
     load_plan,
@@ -284,7 +285,8 @@ def due(done: int, interval: int) -> bool:
 
 def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
     """The config of a YAML path or a name in configs/train, with key=value overrides."""
-    data = load_mapping(find("train", source))
+    path = find("train", source)
+    data = load_mapping(path)
     texts = text_fields(TrainConfig)
     plain = [item for item in overrides if "." not in item.partition("=")[0]]
     given = apply_overrides({}, plain, texts)
@@ -297,8 +299,10 @@ def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
     instead = [("steps", "epochs"), ("epochs", "steps"), ("init", "model")]
     if data.get("model"):  # a recipe of pretraining, whose plan belongs to its own model
         instead += [("init", "plan"), ("init", "tp_degree")]
+        if not path.resolve().is_relative_to(configs_folder().resolve()):
+            _refuse_own_plan(source, data, given)
     for name, other in instead:
-        if name in given and other not in given:
+        if given.get(name) and other not in given:  # an empty one replaces nothing
             data.pop(other, None)  # an override of `name` also replaces `other`
     data = apply_overrides(data, overrides, texts)
     if data.get("epochs") and "steps" in data:
@@ -315,6 +319,28 @@ def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
             for each in data["convert_layers"]
         ]
     return build(TrainConfig, data, where=f"training config {source!r}")
+
+
+def _refuse_own_plan(source: str, data: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise UserError where `init` is given beside a user's own recipe with a model and a plan.
+
+    The plan may be meant for the recipe's model alone, as in ours, where the one of `init` counts
+    then; or for whatever is trained. Neither is seen in the losses at once. The default, which
+    every run's recipe.json has, says nothing of what is meant.
+    """
+    init, default = given.get("init"), (None, "standard")
+    left = [key for key in ("plan", "tp_degree") if key not in given]
+    left = [key for key in left if data.get(key) not in default]
+    if not init or not left:
+        return
+    shown = {key: data[key] if isinstance(data[key], str | int) else "..." for key in left}
+    asked = " ".join(f"{key}={value}" for key, value in shown.items())
+    none = " ".join(f"{key}=null" for key in left)
+    raise UserError(
+        f"init={init} replaces the model of {source}, whose {' and '.join(left)} may be meant for "
+        f"that model alone; add {asked} to train the weights with it, or {none} to keep the plan "
+        f"of init"
+    )
 
 
 def refuse_changes(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ladder.next_step import PROMPT, say_next
+from ladder.next_step import GREETING, PROMPT, say_next
 from ladder.parallel import launch
 
 if TYPE_CHECKING:
@@ -60,5 +61,14 @@ def run(options: argparse.Namespace) -> int:
     config: TrainConfig = options.check(options)
 
     if train(config, resume=options.resume, device=options.device) is not None:
-        say_next("generate", config.out, "--prompt", PROMPT)
+        asked = ["--chat", "--prompt", GREETING] if _of_chats(config) else ["--prompt", PROMPT]
+        say_next("generate", config.out, *asked)
     return 0
+
+
+def _of_chats(config: TrainConfig) -> bool:
+    """Whether a source of the recipe holds conversations, whose chat template the model has."""
+    from ladder.data.index import holds_chats, read_index
+    from ladder.data.weights import parse_sources
+
+    return any(holds_chats(read_index(Path(path))) for path, _ in parse_sources(config.data))

@@ -57,8 +57,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     source, out = save(tmp_path / "hf"), tmp_path / "out"
     words = ["convert", str(source), "--out", str(out), "--plan", "hybrid"]
     assert main([*words, "--ladder-layers", "0, 2-3"]) == 0
-    said = capsys.readouterr().out
+    said, progress = capsys.readouterr()
     assert "every checksum agrees" in said
+    size = sum(each.nbytes for each in tensors(out).values()) // 1000
+    assert f"convert: {size:,}/{size:,} kB, " in progress  # once, though each tensor is read back
     assert "plan ladder@0,ladder@2-3 computes another function than standard: fine-tune" in said
     assert f"init={out} teacher={source}`" in said
     assert main(["convert", str(source), "--out", str(tmp_path / "same")]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ladder.checkpoint import (
     WEIGHTS,
     load_model,
     model_entries,
+    read_config,
     write_config,
     write_tensors,
 )
@@ -164,6 +166,16 @@ def test_the_command(
     assert main(words) == 0
     plan = capsys.readouterr().out.strip().splitlines()[-2].removeprefix("--plan ")
     assert plan in ("ladder@0-1", "ladder@0,ladder@2", "ladder@0,ladder@3")
+    # Windows are as long as those of the training, where a run's checkpoint says so.
+    run = shutil.copytree(standard, tmp_path / "run")
+    (run / "train.json").write_text(json.dumps({"config": {"seq_len": 16}}))
+    for folder, more, said in (
+        (run, [], "windows of 16 tokens, as trained\n"),
+        (run, ["--seq-len", "8"], "windows of 8 tokens\n"),
+        (standard, [], f"windows of {read_config(standard).max_seq_len} tokens\n"),
+    ):
+        assert main([*common[:2], str(folder), *common[3:], "--layers", "1", *more]) == 0
+        assert capsys.readouterr().out.startswith(said)
     (tmp_path / "hybrid" / "tokenizer.json").write_bytes((corpus / "tokenizer.json").read_bytes())
     assert main(words) == 0
     train_tokenizer(["others"] * 9, 300, tmp_path / "hybrid")

@@ -65,6 +65,48 @@ def test_models_side_by_side(
     assert json.loads((out / "results.json").read_text())["limit"] == 1
 
 
+def test_texts_are_scored_in_windows_as_a_run_was_trained(
+    llama: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One length for all models of a table: figures of windows of other lengths do not compare."""
+    needs_lm_eval()
+    runs = []
+    for length in (24, 40):
+        runs.append(tmp_path / f"run-{length}")
+        shutil.copytree(llama, runs[-1])
+        (runs[-1] / "train.json").write_text(json.dumps({"config": {"seq_len": length}}))
+
+    def found(*folders: Path, task: str = "local_heldout") -> tuple[str, dict[str, Any]]:
+        out = tmp_path / "out"
+        command = ["eval", *map(str, folders), "--text", str(texts), "--out", str(out),
+                   "--overwrite", "--limit", "2", "--tasks", task, "--device", "cpu"]  # fmt: skip
+        assert main(command) == 0
+        return capsys.readouterr().out, json.loads((out / "results.json").read_text())
+
+    def windows(record: dict[str, Any]) -> list[int]:
+        return [each["window"] for each in record["models"].values()]
+
+    beginnings = "\nlocal_heldout: the first 4,096 characters of each document\n"
+    printed, alone = found(llama)
+    assert beginnings in printed
+    assert "windows" not in printed
+    assert windows(alone) == [192]
+    printed, one = found(runs[1])
+    assert f"{beginnings}windows: 40 tokens, as trained\n" in printed
+    assert windows(one) == [40]
+    printed, both = found(llama, *runs)
+    assert "windows: 24 tokens, the fewest that a run was trained with\n" in printed
+    assert both["windows"] in (tmp_path / "out" / "results.md").read_text()
+    assert windows(both) == [24, 24, 24]
+    values = [each["value"] for (each,) in both["results"].values()]
+    assert values[0] == values[1] == values[2]
+    others = [next(iter(record["results"].values()))[0]["value"] for record in (alone, one)]
+    assert len({values[0], *others}) == 3
+    printed, _ = found(runs[0], task="local_sums")  # has no windows
+    assert "windows" not in printed
+    assert "characters of each document" not in printed
+
+
 def test_a_run_that_fails_changes_nothing(
     llama: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

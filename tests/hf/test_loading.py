@@ -6,6 +6,7 @@ The messages are those of `ladder convert`, which checks by the same code.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ladder.checkpoint import write_config
 from ladder.convert.command import convert
-from ladder.hf import LadderForCausalLM
+from ladder.hf import LadderConfig, LadderForCausalLM
 from ladder.hf.refusals import refuse_devices
 from ladder.models import UserError
 from tests.folders import TOKENS, make, save_llama, save_ours
@@ -129,14 +130,49 @@ def test_what_would_quantise_is_refused(tmp_path: Path, options: dict[str, Any])
             loader.from_pretrained(tmp_path, **options)
 
 
+@pytest.mark.parametrize("name", ["eager", "flash_attention_2", "paged|sdpa"])
+def test_another_attention_is_refused(tmp_path: Path, name: str) -> None:
+    """It would not be called; transformers accepts one, and tells to install the other."""
+    save_ours(tmp_path, make("ladder", None))
+    said = re.escape(f"attn_implementation={name!r} is not for our models") + ".*; leave it out"
+    for loader in (LadderForCausalLM, AutoModelForCausalLM):
+        with pytest.raises(UserError, match=said):
+            loader.from_pretrained(tmp_path, attn_implementation=name)
+    model = LadderForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    with pytest.raises(UserError, match=said):
+        model.set_attn_implementation(name)
+    with pytest.raises(UserError, match=said):
+        AutoModelForCausalLM.from_config(model.config, attn_implementation=name)
+
+
+def test_a_config_without_a_shape_says_how_to_give_one() -> None:
+    said = r"model=None of a LadderConfig .*LadderConfig\(model=ModelConfig\(...\).to_dict\(\)\)"
+    with pytest.raises(UserError, match=said):
+        AutoModelForCausalLM.from_config(LadderConfig())
+
+
+def test_a_plan_may_be_a_file(tmp_path: Path) -> None:
+    """As on the command line."""
+    (tmp_path / "model").mkdir()
+    save_ours(tmp_path / "model", make("standard", None))
+    plan = tmp_path / "mine.yaml"
+    plan.write_text("layers: [{layers: 0-1, preset: ladder}]\n")
+    for named in (plan, str(plan)):
+        model = LadderForCausalLM.from_pretrained(tmp_path / "model", plan=named)
+        own = model.config.resolved.plan
+        assert (own.name, own.sublayers[3].own_lag) == ("mine", 1)
+
+
 def test_layers_on_several_gpus_are_refused(tmp_path: Path) -> None:
     """Before any weight is on one; as `device_map="auto"` gives where there are several."""
     save_ours(tmp_path, make("ladder", None))
     for loader in (LadderForCausalLM, AutoModelForCausalLM):
-        with pytest.raises(UserError, match=r"devices 0, 1, and ours .* device_map=\{'': 0\}, or"):
+        wanted = r"devices cuda:0, cuda:1, and ours .* device_map=\{'': 0\}, or"
+        with pytest.raises(UserError, match=wanted):
             loader.from_pretrained(tmp_path, device_map={"model": 0, "lm_head": 1})
     assert loader.from_pretrained(tmp_path, device_map={"": "cpu"}).device.type == "cpu"
     refuse_devices({"model": 0, "lm_head": "cpu", "more": "disk"})  # all compute on one GPU
+    refuse_devices({"model": 0, "lm_head": "cuda:0", "more": torch.device("cuda", 0)})
 
 
 def test_weights_may_lie_elsewhere_than_they_compute(tmp_path: Path) -> None:

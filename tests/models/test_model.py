@@ -324,6 +324,32 @@ def test_initialise_gives_the_documented_spread() -> None:
         assert not (found == torch.stack(values)).any()
 
 
+@torch.no_grad()
+def test_a_new_model_has_random_weights() -> None:
+    """Of torch's seed, and not what lay in the memory that it was given; none on `meta`."""
+    config = small_config("desync-2x", 2, True, hidden_size=64, attention_bias=False)
+    tokens = sample_tokens(config, seed=0)
+    rubbish = [torch.full((64, 96), torch.nan) for _ in range(64)]
+    del rubbish
+    torch.manual_seed(5)
+    model = Transformer(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert (parameter == 1).all()
+        else:
+            writes = "o_proj" in name or "down_proj" in name
+            std = 0.02 / 8**0.5 if writes else 0.02
+            assert parameter.std().item() == pytest.approx(std, rel=0.1), name
+    logits = model(tokens)
+    assert not torch.equal(logits, Transformer(config)(tokens))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        assert all(each.is_meta for each in Transformer(config).parameters())
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(logits, Transformer(config)(tokens))
+
+
 def test_every_rank_has_a_row_of_the_vocabulary() -> None:
     """Rows are shared out by the ceiling: 6 over 4 ranks leave the last one none, 7 leave it 1."""
     for size in (6, 7):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +45,8 @@ def test_forms_agree() -> None:
         {"layers": ranges},
         {"sublayers": records},
         {"name": "mine", "sublayers": records},
+        list(text.sublayers),
+        {"name": "mine", "sublayers": [text.sublayers[0], *records[1:]]},
         text,
     ):
         assert resolve_plan(spec, L).sublayers == text.sublayers
@@ -160,6 +163,8 @@ def test_plans_saved_when_residual_was_called_stream() -> None:
         (None, ["plan=None"]),
         ([], ["[]"]),
         (["ladder"], ["mapping"]),
+        ("my-plan.yaml", ["plan='my-plan.yaml' names a file", "load_plan('my-plan.yaml')"]),
+        (Path("a/b@c.json"), ["plan='a/b@c.json' names a file"]),
         ([{"layers": "0-4", "preset": "ladder"}], ["layers 5 of the model's 0-5"]),
         ([{"layers": "2", "preset": "ladder"}], ["lacks layers 0-1, 3-5 of"]),
         ([{"preset": "ladder"}], ["entry 0", "layers"]),

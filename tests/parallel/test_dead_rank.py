@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import os
 import signal
@@ -84,6 +85,31 @@ def test_a_dead_rank_ends_the_job_and_is_named(
     assert job.wait() == code
     assert time.time() - death.stat().st_mtime < LIMIT
     assert job.err == f"{words}\n"
+
+
+def ended(end: str, options: argparse.Namespace) -> int:
+    """The words of a job whose command has these options."""
+    return launch.run(dies, (options, end), 2)
+
+
+def dies(options: argparse.Namespace, end: str) -> int:
+    if launch.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL) if end == "killed" else os._exit(7)
+    return 0
+
+
+@pytest.mark.parametrize("end", ["killed", "left"])
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_dead_rank_of_a_run_says_how_to_go_on(end: str, resumes: bool, start: Start) -> None:
+    """As an interrupt does; other commands have nothing to resume."""
+    options = argparse.Namespace(**({"resume": False} if resumes else {}))
+    job = start(ended, end, options)
+    assert job.wait() == (1 if end == "killed" else 7)
+    what = "was killed by signal 9 (SIGKILL)" if end == "killed" else "ended with exit code 7 and"
+    assert job.err.startswith(f"error: rank 1 {what}")
+    told = "; --resume continues from the last checkpoint, if one was written\n"
+    assert job.err.endswith(told) == resumes
+    assert job.err.count("\n") == 1
 
 
 class Rank:

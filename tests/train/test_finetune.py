@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from ladder.checkpoint import checkpoints, load_model, newest, read_config, read_stop_tokens
 from ladder.cli import main
+from ladder.config import configs_folder
 from ladder.data.mix import open_sources
 from ladder.data.prepared import open_data
 from ladder.models import UserError, resolve_plan
@@ -174,3 +176,32 @@ def test_a_plan_is_that_of_init_unless_it_is_asked_for(tmp_path: Path) -> None:
     recipe = tmp_path / "sft.yaml"
     recipe.write_text("data: runs/data\nout: runs/sft\nplan: hybrid\n")
     assert load_train_config(str(recipe), ["init=runs/b"]).plan == "hybrid"
+
+
+def test_a_plan_of_ones_own_recipe_is_not_dropped(tmp_path: Path) -> None:
+    """Of a recipe with a model, which `init` replaces: only its writer knows what it is for."""
+    path = tmp_path / "mine.yaml"
+    text = "data: runs/data\nout: runs/x\nmodel: tiny\nplan: desync-2x\ntp_degree: 2\n"
+    path.write_text(text)
+    load = functools.partial(load_train_config, str(path))
+    assert (load([]).plan, load([]).tp_degree) == ("desync-2x", 2)
+    asked = "add plan=desync-2x tp_degree=2 to train the weights with it, or plan=null"
+    with pytest.raises(
+        UserError, match=f"init=runs/b replaces the model of .* whose plan and .*; {asked}"
+    ):
+        load(["init=runs/b"])
+    with pytest.raises(UserError, match=r"whose tp_degree may .* or tp_degree=null to keep"):
+        load(["init=runs/b", "plan=hybrid"])
+    found = load(["init=runs/b", "plan=desync-2x", "tp_degree=2"])
+    assert (found.init, found.plan, found.tp_degree) == ("runs/b", "desync-2x", 2)
+    for words in (["plan=null", "tp_degree=null"], ["plan=hybrid", "tp_degree=null"]):
+        found = load(["init=runs/b", *words])
+        assert (found.model, found.tp_degree) == (None, None)
+        assert found.plan == (None if words[0] == "plan=null" else "hybrid")
+    assert (load(["init="]).model, load(["init="]).plan) == ("tiny", "desync-2x")
+    path.write_text(text.replace("plan: desync-2x\ntp_degree: 2\n", ""))
+    assert load(["init=runs/b"]).plan is None
+    path.write_text(text.replace("desync-2x\ntp_degree: 2", "standard"))
+    assert load(["init=runs/b"]).plan is None
+    shipped = configs_folder() / "train" / "tiny.yaml"
+    assert load_train_config(str(shipped), ["init=runs/b"]).plan is None
