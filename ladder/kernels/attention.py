@@ -257,7 +257,8 @@ def decode_attention(
 
     The launch depends only on shapes, so a captured graph serves every position. The rotation is in
     float32 and rounded once; scores, softmax and sums are in float32; softmax weights are rounded
-    to the dtype of the values before the product, as in flash attention. The result is in `gives`,
+    to the dtype of the values before the product, as in flash attention, or over e4m3 in pairs to
+    float16, with the scales of the values. The result is in `gives`,
     or as qkv. Not differentiable.
     """
     batch, kv_heads, length, head_dim = keys.shape

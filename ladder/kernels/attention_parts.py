@@ -120,8 +120,8 @@ def _block_of_pairs(
     """
     score = tl.dot(q_first, tl.trans(_of_pairs(k, 0, KIND)))
     score += tl.dot(q_second, tl.trans(_of_pairs(k, 1, KIND)))
-    score *= power(k_exponent.to(tl.int32))[None, :]
-    score = score * scales + (v_exponent.to(tl.int32) - 127).to(tl.float32)[None, :]
+    score *= scales * power(k_exponent.to(tl.int32))[None, :]
+    score += (v_exponent.to(tl.int32) - 127).to(tl.float32)[None, :]
     score = tl.where(seen[None, :], score, float("-inf"))
     top = tl.maximum(high, tl.max(score, 1) - 15.0)
     shrink = tl.exp2(high - top)
@@ -226,6 +226,12 @@ def _begin(
         high = tl.sum(products, 1) * scale
         weight = tl.full([GP], 1.0, tl.float32)
         total += value.to(tl.float32)[None, :]
+        if PAIRS:
+            # As `_block_of_pairs` counts: with the value's scale, and up to 2^15. Otherwise the
+            # other weights would be rounded relative to one that is far larger than they can be.
+            high += (exponent - 142).to(tl.float32)
+            weight *= power(269 - exponent)
+            total *= power(269 - exponent)
     if PAIRS:
         first, second, scales = _queries_of_pairs(query, query_right, KIND)
         total, other = tl.split(tl.reshape(total, (GP, HP, 2)))

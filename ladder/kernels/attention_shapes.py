@@ -66,7 +66,7 @@ def splits_of_pairs(sequences_and_heads: int, blocks: int, beside: bool = False)
     convert in turns. Few sequences have CHEAP_SPLITS, or eight blocks each.
 
     beside: with other kernels, whose weights are not in 8 bits. Then up to SHORT blocks have one
-    program on each SM, or few sequences a quarter: 1 to 6 % less of a ladder's steps of 1 to 32
+    program on each SM, or few sequences some 8 splits: 3 to 6 % less of a ladder's steps of 2 to 32
     sequences of an 8B at TP 4. With weights in fp8 that took 6 % more.
     """
     beside &= blocks <= SHORT

@@ -17,12 +17,18 @@ def check_stored(keys: Tensor, values: Tensor, exponents: Pair | None, **others:
         return
     check_dtype(**others)
     for name, cache, of in (("keys", keys, exponents[0]), ("values", values, exponents[1])):
-        strides = tuple(stride // cache.shape[-1] for stride in cache.stride()[:3])
-        fits = of.dtype == torch.uint8 and of.shape == cache.shape[:3] and of.stride() == strides
+        strides = tuple(stride * cache.shape[-1] for stride in of.stride())
+        fits = of.dtype == torch.uint8 and of.shape == cache.shape[:3]
+        fits &= strides == cache.stride()[:3]
         if cache.dtype != torch.float8_e4m3fn or not fits or of.device != cache.device:
             raise UserError(
                 f"{name} is {cache.dtype} with exponents {of.dtype} {tuple(of.shape)}; expected "
                 f"torch.float8_e4m3fn with torch.uint8 {tuple(cache.shape[:3])}, laid out alike"
+            )
+        if cache.storage_offset() % 2:
+            raise UserError(
+                f"{name} begins at byte {cache.storage_offset()} of its memory; expected an even "
+                f"one, as of `cache[:, n:]`: e4m3 is read in pairs"
             )
 
 

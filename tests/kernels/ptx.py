@@ -19,8 +19,9 @@ def follow(wanted: tuple[str, ...], ptx: str) -> bool:
 
 
 def before_the_wait(ptx: str) -> str:
-    """What stands before the first wait and may run before it: blocks behind the wait may stand
-    there, too. (A loop's first turn, which waits, is not told from the others.)"""
+    """What stands before the first wait in the text and may run before a wait: blocks that only
+    follow one may stand there, too. What stands behind the first wait is not looked at: a loop
+    whose first turn waits may end without a wait for all that its text says."""
     lines = [line.strip() for line in ptx[ptx.index("{") :].splitlines()]
     labels = {line.split(":")[0]: n for n, line in enumerate(lines) if line.startswith("$L")}
     found: set[int] = set()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder.kernels import decode_attention, rotary_prompt
+from ladder.kernels import attention, decode_attention, rotary_prompt
 from ladder.models import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.layers import rotary_tables, rotate
@@ -170,6 +172,35 @@ def test_magnitudes_far_from_one(device: str, size: int, query: int, key: int, v
     assert exact.isfinite().all()
     weighted = attend(q.double(), keys, values.abs(), size**-0.5)
     assert_close(found, exact.flatten(1), plain.flatten(1), weighted.flatten(1))
+
+
+@pytest.mark.parametrize("device", [on("cpu"), on("interpreter"), on("cuda")])
+@pytest.mark.parametrize("size", [64, 80])  # in pairs and one by one
+@pytest.mark.parametrize("own", [0.004, 0.3, 300.0])
+@pytest.mark.parametrize("others", [0.3, 30.0])
+def test_many_small_weights_beside_a_large_one(
+    device: str, size: int, own: float, others: float
+) -> None:
+    """A token attends to itself above all, and 1023 others together have some 2 % of the weight:
+    none of that is rounded away, whatever the values' scales."""
+    length, kv = 1024, 1
+    table = torch.tensor([1.0] * (size // 2) + [0.0] * (size // 2), device=device)
+    towards = torch.ones(size, device=device)
+    keys = torch.randn(1, kv, length, size, device=device) / 8
+    keys -= keys.mean(-1, keepdim=True)  # no score
+    near = torch.rand(1, kv, length, size, device=device) / 4 + 1
+    cache, scales = stored(torch.stack((keys, others * near)))
+    qkv = torch.stack((towards, towards * 10.75 / size**0.5, towards * own))[None].bfloat16()
+    positions = torch.tensor([length - 1], device=device)
+    arrived = torch.zeros(kv, dtype=torch.int32, device=device)
+    with mock.patch.object(attention, "shape", return_value=(64, 1, 4, 3)):
+        found = decode_attention(
+            qkv.flatten(1), table.expand(length, -1).contiguous(), positions, cache[0], cache[1], 1,
+            size**-0.5, arrived, exponents=(scales[0], scales[1]),
+        )  # fmt: skip
+    k, v = (read(cache[n], scales[n]) for n in range(2))
+    exact = attend(qkv[:, :1, None].double(), k, v, size**-0.5).flatten(1)
+    assert ((found.double() - exact).abs() <= 0.02 * exact.abs().max()).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
