@@ -60,7 +60,7 @@ FILES = (
 )
 COMM = {2: "2026-11-22-comm-h200x2.jsonl", 4: "2026-11-21-comm-h200x4.jsonl"}
 FITTED = ("prompt_gap_us", "power_limit", "training_bytes")
-# What two GPUs have of today's four: 107 of their prompts by push are then 2.7 % off for 5.2 by
+# What two GPUs have of today's four: 107 of their prompts by push are then 2.7 % off for 5.1 by
 # what was fitted to older kernels, 26 training steps 1.9 for 3.6 (records from 2026-11-27 on).
 OF_FOUR = (*FITTED, *FLOORS, "power_exponent", "idle_power")
 CALIBRATION = (

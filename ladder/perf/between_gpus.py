@@ -21,7 +21,7 @@ def of_more_ranks(measured: Mapping[int, Machine], ranks: int) -> list[Curve]:
     """All-reduces and exchanges of more ranks than were measured, from those of the two largest
     numbers; and a copy to one peer, which takes the same beside however many others."""
     few, many = sorted(measured)[-2:]
-    by = f"those of {few} and {many} GPUs"
+    by = f"those of {measured[few].name} and {measured[many].name}"
     about = f"declared: all-reduces and exchanges as extrapolated from {by}"
     curves = []
     for name, (key, kinds) in CONTINUED.items():
@@ -30,7 +30,7 @@ def of_more_ranks(measured: Mapping[int, Machine], ranks: int) -> list[Curve]:
             if all(pair):
                 points = _continued([each[0] for each in pair], (few, many, ranks), kind == "push")
                 curves.append(Curve(name, {key: kind}, points, about))
-    about = f"declared: copies to a peer as of {many} GPUs"
+    about = f"declared: copies to a peer as of {measured[many].name}"
     for each in measured[many].family("peer copy"):
         curves.append(replace(each, provenance=f"{about}; {each.provenance}"))
     return curves
@@ -67,7 +67,9 @@ def _continued(
 def several(one: Machine, base: Machine, found: Machine) -> Machine:
     """The machine `found`, each of its GPUs as `one`, with what is between those of `base`. What an
     exchange moves in a GPU's memory takes longer by what it takes longer at its rate."""
-    about = f"declared: what is between GPUs as of {base.name}, which has the same links"
+    further = any(each.provenance.startswith("declared") for each in base.curves)
+    what = "what else is" if further else "what is"
+    about = f"declared: {what} between GPUs as of {base.name}, which has the same links"
 
     def said(provenance: str) -> str:
         return provenance if provenance.startswith("declared") else f"{about}; {provenance}"

@@ -120,13 +120,15 @@ def links_of(machine: Machine) -> tuple[Link, ...]:
             f"several nodes of such are not predicted"
         )
     own = tuple(each for each in machine.links if each.tier == BETWEEN)
-    for path in sorted(DECLARED.glob("*.json")):
-        found = read_own(path)
-        if found.gpu == machine.gpu and not without_peers(found):
+    joined = [
+        each for each in map(read_own, sorted(DECLARED.glob("*.json"))) if not without_peers(each)
+    ]
+    for found in joined:
+        if found.gpu == machine.gpu:
             return tuple(each for each in found.links if not own or each.tier == INSIDE) + own
     raise UserError(
         f"--nodes: nothing is declared of links between nodes of {machine.gpu}; known are those of "
-        f"{', '.join(read_own(path).gpu for path in sorted(DECLARED.glob('*.json')))}"
+        f"{', '.join(dict.fromkeys(each.gpu for each in joined))}"
     )
 
 
@@ -244,13 +246,23 @@ def declared() -> dict[str, Machine]:
     return dict(sorted(found.items()))
 
 
-def declaration(machine: Machine) -> str:
-    """What of a machine's curves nobody has measured, and where it is from; "" if there is none."""
-    said = dict.fromkeys(
-        each.provenance.removeprefix("declared: ").partition(";")[0]
-        for each in machine.curves
-        if each.provenance.startswith("declared")
-    )
+def borrowed(provenance: str) -> bool:
+    """Whether it is that of a value which another machine was measured or fitted with."""
+    return provenance.startswith("declared: ") and " as of " in provenance.partition(";")[0]
+
+
+def declaration(machine: Machine, trains: bool = False) -> str:
+    """What of a machine's curves nobody has measured, and of its values what is another machine's,
+    and where it is from; "" if there is none. trains: `training_bytes`, too."""
+    if trains:
+        machine = with_training_bytes(machine)
+    found = [each.provenance for each in machine.curves if each.provenance.startswith("declared")]
+    found += [
+        each.provenance
+        for name, each in machine.values.items()
+        if borrowed(each.provenance) and (trains or name != "training_bytes")
+    ]
+    said = dict.fromkeys(each.removeprefix("declared: ").partition(";")[0] for each in found)
     if not said:
         return ""
     return f"Declared, not measured, of machine {machine.name!r}: {'; '.join(said)}."

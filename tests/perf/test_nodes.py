@@ -188,8 +188,14 @@ def test_several_h100s_are_one_as_measured_and_links_as_of_h200s() -> None:
         ("h100x4", "what is between GPUs as of h200x4, which has the same links."),
         (
             "h200x8",
-            "all-reduces and exchanges as extrapolated from those of 2 and 4 GPUs; copies to a "
-            "peer as of 4 GPUs.",
+            "all-reduces and exchanges as extrapolated from those of h200x2 and h200x4; copies to "
+            "a peer as of h200x4.",
+        ),
+        (
+            "h100x8",
+            "all-reduces and exchanges as extrapolated from those of h200x2 and h200x4; copies to "
+            "a peer as of h200x4; what else is between GPUs as of h200x4, which has the same "
+            "links.",
         ),
         ("h200x4-no-p2p", "collectives as rings over the links of h200x4-no-p2p."),
         ("h200x4", ""),
@@ -202,6 +208,33 @@ def test_what_is_declared_is_said(name: str, said: str, capsys: Out) -> None:
         found = " ".join(capsys.readouterr().out.split())
         assert (where in found) == bool(said)
         assert ("Declared, not measured" in found) == bool(said)
+
+
+def test_what_is_borrowed_is_said_where_it_is_used(capsys: Out) -> None:
+    """`training_bytes` of another machine are no fit of this one's, and of training alone."""
+    words = ["quarter-8b", "--plans", "standard", "--batch", "1"]
+    for name, between in (
+        ("h100x1", ""),
+        ("h100x4", "what is between GPUs as of h200x4, which has the same links; "),
+    ):
+        where = f"Declared, not measured, of machine '{name}': "
+        train = ["predict", *words, "--machine", name, "--train", "--layouts", "fsdp"]
+        assert main(train) == 0
+        found = " ".join(capsys.readouterr().out.split())
+        assert f"{where}{between}training_bytes as of h100x2." in found
+        assert f" 3 values of machine '{name}' are fitted to records" in found
+        assert main([*train, "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["rows"]
+        assert any("training_bytes as of h100x2" in each for each in row["provenance"])
+        assert main(["predict", *words, "--machine", name]) == 0
+        assert "training_bytes" not in capsys.readouterr().out
+
+
+def test_links_are_declared_of_kinds_of_gpus() -> None:
+    other = replace(load_measured("h200x4"), gpu="NVIDIA B200")
+    said = r"known are those of NVIDIA H100 80GB HBM3, NVIDIA H200$"
+    with pytest.raises(UserError, match=said):
+        links_of(other)
 
 
 def test_a_link_of_the_machines_own_file_counts() -> None:

@@ -1,60 +1,131 @@
-"""What to say where nothing fits: remedies that were tried."""
+"""What to say where nothing fits: remedies that were tried, in memory and by one prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ladder.models.errors import UserError
 from ladder.perf.planner.candidates import check, fitting, work
-from ladder.perf.planner.question import LeftOut, Question, Row
+from ladder.perf.planner.question import Candidate, LeftOut, Question, Row
 from ladder.perf.planner.report import room
 
 FULL = "--activation-checkpointing full"
 FIXED = ("weights", "optimiser", "gradients", "reserve")  # of GPU memory, whatever the batch
 DOUBLED = 6  # times, at most, that the nodes of a training step are
+TOKENS, FEWER = 1024, 64  # of a shorter context a multiple, and of one within the first
+
+Option = tuple[str, Question]  # the words, and the question that they ask
 
 
 def nothing_fits(question: Question, rows: Sequence[Row]) -> str:
     """Why nothing is recommended, and what to do about it."""
-    if rows:
-        return "nothing is recommended: a plan without communication is a bound and no model"
+    if all(each.bound for each in work(question).candidates(question, LeftOut())):
+        return (
+            "nothing is recommended: a plan without communication is a bound and no model; name "
+            "another one in --plans"
+        )
     head, *table = work(question).fit_table(question)
     fixed = [name for name in head if name in FIXED]
     least = min(sum(float(each[head.index(name)]) for name in fixed) for each in table)
-    said = f"nothing fits {room(question):.1f} GiB of a GPU"
+    said = f"{'no model' if rows else 'nothing'} fits {room(question):.1f} GiB of a GPU"
     if least >= room(question):
         said += f"; {', '.join(fixed[:-1])} and {fixed[-1]} alone take {least:.1f}"
-    if question.phase == "train":
-        remedies = _of_training(question)
-    else:
-        remedies = ["lower --batch or --context"] if least < room(question) else []
-        if question.weights == "bf16" and fits(replace(question, weights="fp8")):
-            remedies.insert(0, "take --weights fp8")
-        if question.tp and fits(replace(question, tp=())):
-            remedies.insert(0, "leave out --tp")
+    remedies = _of_training(question) if question.phase == "train" else _of_inference(question)
     return f"{said}: {', or '.join([*remedies, 'give --machine more GPUs'])}"
 
 
 def fits(question: Question) -> bool:
     """Whether a question can be asked, and a model that answers it fits."""
+    return _first(question) is not None
+
+
+def works(question: Question) -> bool:
+    """Whether the first model that fits can be predicted, too."""
+    if (each := _first(question)) is None:
+        return False
+    alike = replace(question, jitter=0.0)  # which costs time, and lacks nothing else
     try:
-        check(question)
-        return any(not each.bound for each, *_ in fitting(question, LeftOut()))
+        work(alike).predict(alike, each)
     except UserError:
         return False
+    return True
+
+
+def _first(question: Question) -> Candidate | None:
+    """The first model that fits; None if there is none, or if the question cannot be asked."""
+    try:
+        check(question)
+        able = (each for each, *_ in fitting(question, LeftOut()) if not each.bound)
+        return next(able, None)
+    except UserError:
+        return None
+
+
+def _of_inference(question: Question) -> list[str]:
+    """What makes a pass fit: options by themselves, or else two together, or else three."""
+    options: list[Option] = []
+    if question.tp:
+        options.append(("leave out --tp", replace(question, tp=())))
+    if question.weights == "bf16":
+        options.append(("take --weights fp8", replace(question, weights="fp8")))
+    found = [said for said, each in options if works(each)]
+    found += [f"take {said}" for said in _sizes(question)]
+    if found:
+        return found
+    both = [_and(options[0][0], "--weights fp8")] if len(options) == 2 else []
+    most = replace(question, tp=(), weights="fp8")
+    found = both if both and works(most) else []
+    found += [_and(said, size) for said, each in options for size in [*_sizes(each)][:1]]
+    return found or [_and(said, size) for said in both for size in [*_sizes(most)][:1]]
+
+
+def _and(said: str, option: str) -> str:
+    """A remedy and an option to take with it."""
+    return f"{said} {option}" if "take " in said else f"{said} and take {option}"
+
+
+def _sizes(question: Question) -> Iterator[str]:
+    """The largest batch below those of the question with which a pass fits, and the longest context
+    below its own; each that there is."""
+
+    def of_batch(size: int) -> Question:
+        return replace(question, batches=(size,))
+
+    def of_context(tokens: int) -> Question:
+        return replace(question, context=tokens)
+
+    if (size := _most(min(question.batches), of_batch)) and works(of_batch(size)):
+        yield f"--batch {size}"
+    unit = TOKENS if question.context > TOKENS else FEWER
+    tokens = unit * _most(-(-question.context // unit), lambda n: of_context(unit * n))
+    if tokens and works(of_context(tokens)):
+        yield f"--context {tokens}"
+
+
+def _most(limit: int, of: Callable[[int], Question]) -> int:
+    """The largest size below a limit of which the question fits, as all smaller ones do; or 0."""
+    if limit <= 1 or not fits(of(1)):
+        return 0
+    low, high = 1, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(of(middle)) else (low, middle)
+    return low
 
 
 def _of_training(question: Question) -> list[str]:
     """What makes a training step fit: options with as many nodes, and more nodes, which take
     options only where nothing else is enough."""
-    found = [f"take {each}" for each in _options(question)]
-    if not found and question.layouts and fits(replace(question, layouts=())):
+    found = [f"take {said}" for said, _ in _options(question)]
+    if not found and question.layouts and works(replace(question, layouts=())):
         found.append("leave out --layouts")
     several = [replace(question, nodes=question.nodes * 2**n) for n in range(1, DOUBLED + 1)]
-    more = next((f"--nodes {each.nodes}" for each in several if fits(each)), "")
+    fitted = next((each for each in several if fits(each)), None)
+    more = f"--nodes {fitted.nodes}" if fitted is not None and works(fitted) else ""
     if not more and not found:
-        more = next((f"--nodes {n.nodes} {each}" for n in several for each in _options(n)), "")
+        more = next((f"--nodes {n.nodes} {said}" for n in several for said, _ in _options(n)), "")
     if more:
         found.append(f"take {more}")
     if not found and question.layouts:
@@ -63,31 +134,34 @@ def _of_training(question: Question) -> list[str]:
     return found
 
 
-def _options(question: Question) -> Iterator[str]:
+def _options(question: Question) -> Iterator[Option]:
     """Options of one kind with which a training step fits, or of both where neither is enough."""
     checkpointed = replace(question, checkpointing="full")
     if not fits(_of_size(checkpointed, 1)):
         return  # the least that there is
     full = question.checkpointing != "full" and fits(checkpointed)
-    if full:
-        yield FULL
+    found = [(FULL, checkpointed)] if full else []
     if smaller := _smaller(question):
-        yield smaller
+        found.append(smaller)
     elif not full and (smaller := _smaller(checkpointed)):
-        yield f"{smaller} {FULL}"
+        found.append((f"{smaller[0]} {FULL}", smaller[1]))
+    yield from (each for each in found if works(each[1]))
 
 
-def _smaller(question: Question) -> str:
-    """The largest micro-batch of halves that fits, or else the largest batch; empty if none."""
-    size = question.micro_batch or min(question.batches)
-    halves = [size >> n for n in range(1, size.bit_length())]
-    if not halves or not fits(_of_size(question, 1)):
-        return ""
-    for each in halves:
-        if fits(replace(question, micro_batch=each)):
-            return f"--micro-batch {each}"
-    each = next(each for each in halves if fits(_of_size(question, each)))
-    return f"--batch {each}{f' --micro-batch {each}' if question.micro_batch else ''}"
+def _smaller(question: Question) -> Option | None:
+    """The largest micro-batch that divides the batches and fits, or else the largest batch."""
+    batch = min(question.batches)
+    size = question.micro_batch or batch
+    if not fits(_of_size(question, 1)):
+        return None
+    whole = math.gcd(*question.batches)
+    for each in (n for n in range(min(size - 1, whole), 0, -1) if whole % n == 0):
+        asked = replace(question, micro_batch=each)
+        if fits(asked):
+            return f"--micro-batch {each}", asked
+    each = _most(min(size + 1, batch), lambda n: _of_size(question, n))
+    said = f"--batch {each}{f' --micro-batch {each}' if question.micro_batch else ''}"
+    return (said, _of_size(question, each)) if each else None
 
 
 def _of_size(question: Question, size: int) -> Question:

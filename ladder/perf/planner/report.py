@@ -10,7 +10,7 @@ from typing import Any
 
 from ladder.costs import HEADROOM
 from ladder.perf.memory import GIB, Memory
-from ladder.perf.nodes import declaration
+from ladder.perf.nodes import borrowed, declaration
 from ladder.perf.planner.candidates import work
 from ladder.perf.planner.inference import most_batch
 from ladder.perf.planner.question import CLOSE, Question, Row, order, recommended, score
@@ -151,8 +151,10 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
             f"% of their time (standard deviation), each by itself; the other columns include it. "
             f"The interval knows nothing of it."
         )
-    found += [declared] if (declared := declaration(question.machine)) else []
-    fitted = {each for row in rows for each in row.prediction.provenance}
+    trains = question.phase == "train" and bool(rows)
+    declared = declaration(question.machine, trains)
+    found += [declared] if declared else []
+    fitted = {each for row in rows for each in row.prediction.provenance if not borrowed(each)}
     if fitted:
         found.append(
             f"{len(fitted)} values of machine {question.machine.name!r} are fitted to records, "
