@@ -346,7 +346,17 @@ def _opened(folder: Path) -> tuple[Transformer, TensorReader]:
 
 def trained_length(folder: Path) -> int | None:
     """The `seq_len` at which a run's checkpoint was trained; None for every other folder."""
+    length = _recipe(folder).get("seq_len")
+    return length if isinstance(length, int) else None
+
+
+def trained_within_documents(folder: Path) -> bool:
+    """Whether a run's checkpoint was trained with `mask_documents`; False for other folders."""
+    return _recipe(folder).get("mask_documents") is True
+
+
+def _recipe(folder: Path) -> dict[str, Any]:
+    """The recipe of a run's checkpoint; empty for every other folder."""
     path = folder / RECORD
     config = read_json(path).get("config") if path.is_file() else None
-    length = config.get("seq_len") if isinstance(config, dict) else None
-    return length if isinstance(length, int) else None
+    return config if isinstance(config, dict) else {}

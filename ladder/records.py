@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -19,14 +20,26 @@ from ladder.models.errors import UserError
 
 
 def append(file: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Append one line per record, all lines in one write."""
+    """Append one line per record, all lines in one write.
+
+    They begin a new line, even behind one whose writing was interrupted.
+    """
+    text = "".join(json.dumps(record) + "\n" for record in records)
     try:
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write("".join(json.dumps(record) + "\n" for record in records))
+        with file.open("ab+") as stream:
+            if stream.seek(0, os.SEEK_END):
+                stream.seek(-1, os.SEEK_END)
+                text = text if stream.read(1) == b"\n" else f"\n{text}"
+            stream.write(text.encode())
     except OSError as error:
         raise UserError(
             f"{file} cannot be written ({error.strerror}); make room, or make it writable"
         ) from error
+
+
+def file_name(text: str) -> str:
+    """A text as a part of a file's name, which names no folder."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-")
 
 
 def facts(gpu: str) -> dict[str, Any]:

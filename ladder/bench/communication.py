@@ -41,6 +41,8 @@ CALLS, REPLAYS, ROUNDS = 20, 5, 7
 THEIRS = ("nccl", "torch one-shot", "torch two-shot")
 OURS = ("push", "two-shot")
 RESULTS = "comm.jsonl"
+# A dispatch table is of these sizes, the default ones, and of this type: its bounds are bytes.
+TABLE_SIZES, TABLE_DTYPE = tuple(2**n for n in range(13, 27)), "bfloat16"
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 
 
@@ -216,6 +218,7 @@ def check_options(options: Any) -> None:
         raise UserError(f"--programs={options.programs} must be 1 or more")
     if options.write_table is not None:
         check_names_file(options.write_table, "--write-table")
+        _check_whole(options)
     if options.write_table is not None and options.write_table.is_file():
         read_table(options.write_table)  # an invalid table is an error now, not at the end
     refusal = push_refusal(launch.world_size())
@@ -223,6 +226,23 @@ def check_options(options: Any) -> None:
         raise UserError(f"`ladder bench comm` compares kernels over peer memory: {refusal}")
     if launch.world_size() < 2:
         raise UserError("--nproc=1: a rank alone has nothing to reduce; start one for each GPU")
+
+
+def _check_whole(options: Any) -> None:
+    """Raise UserError unless what is measured suffices for a table: it replaces the one of this GPU
+    and number of ranks, for all sizes."""
+    if options.dtype != TABLE_DTYPE:
+        raise UserError(
+            f"--write-table with --dtype={options.dtype}: the table is of {TABLE_DTYPE}; leave one "
+            f"of the two out"
+        )
+    missing = [size for size in TABLE_SIZES if size not in options.sizes]
+    if missing:
+        raise UserError(
+            f"--write-table with --sizes={' '.join(map(str, options.sizes))}: the table is of all "
+            f"default sizes, and {size_text(missing[0])} is left out; leave out --sizes, or add "
+            f"others to the default ones"
+        )
 
 
 @torch.inference_mode()

@@ -46,6 +46,9 @@ def prefill_floor_s(
     config: ModelConfig, tp: int, batch: int, prompt: int, speed: float, rate: float,
     weights: str = "bf16",
 ) -> float:  # fmt: skip
-    """Seconds: FLOPs over `rate`, or reading the weights once at `speed`, whichever is longer."""
+    """Seconds: FLOPs over `rate`, or reading the weights once at `speed`, whichever is longer.
+
+    It is no floor of products in fp8 if `rate` is of others, as that of `matrix_rate`.
+    """
     flops = prefill_flops(config, tp, batch, prompt)
     return max(flops / rate, layer_weight_bytes(config, tp, weights) / speed)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ladder.checkpoint import newest, read_config, trained_length
+from ladder.checkpoint import newest, read_config, trained_length, trained_within_documents
 from ladder.data.prepared import TokenData, check_tokenizer, heldout_order, open_data, text_bytes
 from ladder.files import check_writable, make_folder, refuse_inside, write_text
 from ladder.infer.cache import reading
@@ -139,6 +139,7 @@ def costs(
     title: str,
     original: Transformer | None = None,
     cache: str = "auto",
+    mask_documents: bool = False,
 ) -> tuple[int, list[Cost]]:
     """The number of tokens, and the costs of the unchanged model and of each set of layers.
 
@@ -146,6 +147,7 @@ def costs(
     measured, with the same ranks and vocabulary (for example the one from which `model` was
     converted). None: `model` itself, whose divergence is then 0. cache: the type of the keys and
     values that `model` attends to (`ladder.infer.cache.reading`), for data without documents.
+    mask_documents: each token attends only to its own document, for models trained so.
     """
     config, reducer = model.config, model.reducer
     first = vocabulary_start(config.vocab_size, reducer.ranks)
@@ -159,7 +161,7 @@ def costs(
     with Progress(title, passes, "passes", quiet=launch.rank() != 0) as progress:
         for chosen in batches:
             inputs, targets = heldout.read(chosen)
-            begins = heldout.begins(chosen, inputs, None)  # None but for conversations
+            begins = heldout.begins(chosen, inputs, data.eos_id if mask_documents else None)
             documents = None if begins is None else starts_of(begins).to(device)
             given, wanted = inputs.to(device), targets.to(device)
             tokens += int((targets >= 0).sum())
@@ -196,20 +198,31 @@ def check_layers(plan: Plan, wished: int) -> list[int]:
 
 
 def measure_sensitivity(
-    model: Transformer, data: TokenData, wished: int, seq_len: int, windows: int, batch: int
+    model: Transformer,
+    data: TokenData,
+    wished: int,
+    seq_len: int,
+    windows: int,
+    batch: int,
+    mask_documents: bool = False,
 ) -> SensitivityReport:
     """The costs of each layer, of each suffix, and of the `wished` cheapest layers together."""
     free = check_layers(model.config.plan, wished)
     singles = [(layer,) for layer in free]
     suffixes = [tuple(free[-n:]) for n in range(1, len(free) + 1)]
-    settings = seq_len, windows, batch
-    tokens, (own, *found) = costs(model, data, [*singles, *suffixes], *settings, "layers")
+
+    def measure(sets: Sequence[tuple[int, ...]], title: str) -> tuple[int, list[Cost]]:
+        return costs(
+            model, data, sets, seq_len, windows, batch, title, mask_documents=mask_documents
+        )
+
+    tokens, (own, *found) = measure([*singles, *suffixes], "layers")
     ranked = sorted(found[: len(free)], key=lambda cost: cost.divergence)
     by_suffix = found[len(free) :]
     best = tuple(sorted(cost.layers[0] for cost in ranked[:wished]))
     known = {cost.layers: cost for cost in found}
     if best not in known:
-        known[best] = costs(model, data, [best], *settings, "choice")[1][1]
+        known[best] = measure([best], "choice")[1][1]
     chosen, suffix = known[best], by_suffix[wished - 1]
     better = min(chosen, suffix, key=lambda cost: cost.divergence)
     return SensitivityReport(
@@ -269,14 +282,18 @@ def sensitivity_command(options: argparse.Namespace) -> int:
         raise UserError(f"--seq-len={seq_len} must be 1 to the model's max_seq_len={room}")
     check_layers(config.plan, options.layers)
     model = load_for_inference(folder, reducer="async", dtype=options.dtype, device=options.device)
+    within = trained_within_documents(folder)
     report = measure_sensitivity(
-        model, data, options.layers, seq_len, options.windows, options.batch
+        model, data, options.layers, seq_len, options.windows, options.batch, within
     )
     if launch.rank() == 0:
-        print(f"windows of {seq_len:,} tokens{', as trained' * (seq_len == trained)}")
+        apart = "; attention within each document, as trained" * within
+        print(f"windows of {seq_len:,} tokens{', as trained' * (seq_len == trained)}{apart}")
         print(text(report))
         if options.out is not None:
-            found: dict[str, Any] = {"model": str(options.model), "seq_len": seq_len}
+            found: dict[str, Any] = {
+                "model": str(options.model), "seq_len": seq_len, "mask_documents": within,
+            }  # fmt: skip
             make_folder(options.out.parent)
             write_text(options.out, json.dumps({**found, **asdict(report)}, indent=1) + "\n")
         if report.plan:

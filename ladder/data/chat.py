@@ -24,6 +24,7 @@ from ladder.data.sources import name_hash
 from ladder.data.template import ChatTemplate, LeftOut, Piece
 from ladder.data.tokenizer import encode_batch, parse_tokenizer
 from ladder.data.units import Unit
+from ladder.models.errors import UserError
 
 AT_ONCE = 512  # conversations
 
@@ -80,6 +81,8 @@ class EncodeChat:
                 left_out[str(reason)] += 1
                 first.setdefault(str(reason), document.name)
                 continue
+            except UserError as error:
+                raise UserError(f"conversation {document.name}: {error}") from error
             keys.append(name_hash(document.name))
             sizes.append(document.bytes)
             if len(batch) == AT_ONCE:

@@ -1,13 +1,15 @@
 """Documents, and the files that hold them: text, JSON lines, Parquet.
 
-A document is a whole text file, one line of a .jsonl file or one row of a .parquet file. A file can
-be cut into parts that are read independently; its documents do not depend on the cuts.
+A document is a whole text file, one line of a .jsonl (or .ndjson) file or one row of a .parquet
+file. A file can be cut into parts that are read independently; its documents do not depend on the
+cuts.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from ladder.data.conversations import conversation_text, unusable
 from ladder.models.errors import UserError, kind_of
 
 ROWS = 1024  # rows of a Parquet file that are in memory as Python strings at once
+FORMS = {".jsonl": ".jsonl", ".ndjson": ".jsonl", ".parquet": ".parquet"}
 
 
 class Source(NamedTuple):
@@ -66,6 +69,11 @@ class FilePart(NamedTuple):
     size: int = 0
 
 
+def form(path: Path) -> str:
+    """.jsonl or .parquet, for files that hold many documents; empty for text."""
+    return FORMS.get(path.suffix.lower(), "")
+
+
 def file_size(source: Source) -> int:
     """The file's size in bytes. Raises UserError for a file that cannot be read."""
     with _readable(source.path):
@@ -81,9 +89,9 @@ def cut(
     """
     size = file_size(source)
     with _readable(source.path):
-        if source.path.suffix == ".jsonl":
+        if form(source.path) == ".jsonl":
             return _cut_lines(source, start, number, room, size)
-        if source.path.suffix == ".parquet":
+        if form(source.path) == ".parquet":
             return _cut_rows(source, field, start, number, room, size)
     return FilePart(source, size=size), None
 
@@ -91,20 +99,21 @@ def cut(
 def read_documents(part: FilePart, field: Field) -> Iterator[Document]:
     """The documents of a part that are not empty, in order; one is in memory at a time.
 
-    Raises UserError for a file that cannot be read, text that is not UTF-8, a broken line or row.
+    Raises UserError for a file that cannot be read, text that is not UTF-8, a broken line or row,
+    and a .json file of records.
     """
     path = part.source.path
     with _readable(path):
-        if path.suffix == ".jsonl":
+        if form(path) == ".jsonl":
             yield from _read_lines(part, field)
             return
-        if path.suffix == ".parquet":
+        if form(path) == ".parquet":
             yield from _read_rows(part, field)
             return
         if field.conversations:
             raise UserError(
                 f"{path} is no .jsonl or .parquet file, where {field} has conversations; take it "
-                f"out of the paths given"
+                f"out of the paths given, or, if it has one object a line, rename it to .jsonl"
             )
         data = path.read_bytes()
     mark = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
@@ -116,8 +125,33 @@ def read_documents(part: FilePart, field: Field) -> Iterator[Document]:
             f"{path} is not UTF-8 text (byte {at} is 0x{data[at]:02x}); convert it, or take it out "
             f"of the paths given"
         ) from error
+    if path.suffix.lower() == ".json":
+        _refuse_records(path, text, field)
     if text:
         yield Document(part.source.name, text, len(data) - mark)
+
+
+def _refuse_records(path: Path, text: str, field: Field) -> None:
+    """Raise UserError for JSON lines or a list of records, which are not to be read as one text.
+
+    They are told by the field of the text in the first: folders of code have other JSON.
+    """
+    text = text.strip()
+    what, remedy = "one object a line", f"rename it to {path.with_suffix('.jsonl').name}"
+    first = text.partition("\n")[0]
+    if start := re.match(r"\[\s*(?=\{)", text):
+        first = text[start.end() :]
+        what, remedy = "a list of records", "write one a line into a .jsonl file"
+    try:
+        record, _ = json.JSONDecoder().raw_decode(first)
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(record, dict) or field.name not in record:
+        return
+    raise UserError(
+        f"{path} has {what}, and would be read as a single text; to read {field} of each, "
+        f"{remedy}; to read it as it is, rename it to .txt"
+    )
 
 
 def utf8_size(text: str, where: str) -> int:

@@ -34,7 +34,7 @@ from ladder.data.formats import Field, Source, file_size
 from ladder.data.index import INDEX, STORED, TOKEN_BYTES, VERSION
 from ladder.data.shards import KEPT, Unfinished, unfinished
 from ladder.data.sources import SPLITS, find_sources, heldout_below
-from ladder.data.streams import Stream
+from ladder.data.streams import Stream, recorded_commits
 from ladder.data.template import load_template
 from ladder.data.text import EncodeText
 from ladder.data.tokenise import NOTHING, Tokenisation
@@ -95,12 +95,23 @@ def prepare(
     _check_free(out, overwrite)
     check_writable(out, "out")
     encoding = _open_encoding(tokenizer, text_field, chat_field, chat_template)
-    sources, description = find_sources(paths, heldout_fraction, text_field)
-    if chat_field:
-        description["chat_field"] = chat_field
-        description.pop("text_field", None)
-    if max_tokens is not None:
-        description["max_tokens"] = max_tokens
+
+    def find(
+        recorded: Mapping[str, str] | None,
+    ) -> tuple[list[Source | Stream], dict[str, Any], dict[str, Any]]:
+        sources, description = find_sources(paths, heldout_fraction, text_field, recorded)
+        if chat_field:
+            description["chat_field"] = chat_field
+            description.pop("text_field", None)
+        if max_tokens is not None:
+            description["max_tokens"] = max_tokens
+        return sources, description, _arguments(description, encoding, sources, shard_tokens)
+
+    before = Unfinished(out)
+    recorded = recorded_commits(before.state.get("arguments", {}))
+    sources, description, arguments = find(recorded)
+    if recorded and before.differs(arguments) and (overwrite or before.units < KEPT):
+        sources, description, arguments = find(None)  # starts over, with the newest commits
     tokenisation = Tokenisation(
         sources,
         _size(sources),
@@ -111,7 +122,6 @@ def prepare(
         max_tokens=max_tokens,
         workers=workers,
     )
-    arguments = _arguments(description, encoding, sources, shard_tokens)
 
     with unfinished(out) as work:
         _check_free(out, overwrite)

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ladder import files, lock
+from ladder.data.streams import compared
 from ladder.models.errors import UserError
 
 KEPT = 2  # finished units from which on a call that fails keeps them
@@ -51,7 +52,7 @@ class Unfinished:
         """The first argument that differs from `arguments`, in words; empty where none does."""
         before = self.state["arguments"]
         for key in {**arguments, **before}:
-            if arguments.get(key) != before.get(key):
+            if compared(key, arguments.get(key)) != compared(key, before.get(key)):
                 return f"{key}={before.get(key)!r} and not {arguments.get(key)!r}"
         return ""
 

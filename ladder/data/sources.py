@@ -11,17 +11,18 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ladder.data.formats import Document, Field, FilePart, Source, read_documents
+from ladder.data.formats import Document, Field, FilePart, Source, form, read_documents
 from ladder.data.streams import SCHEME, Stream, parse_stream
 from ladder.models.errors import UserError, unknown
 from ladder.progress import Progress
 
 SPLITS = ("train", "heldout")
+TEXT_FIELD = "text"  # the default
 HASH_RANGE = 2**64
 
 # The default corpus leaves out foreign packages, tests, and files that differ between machines.
@@ -89,16 +90,20 @@ def open_corpus(
 
 
 def find_sources(
-    paths: Sequence[str | Path] | None, heldout_fraction: float, text_field: str
+    paths: Sequence[str | Path] | None,
+    heldout_fraction: float,
+    text_field: str,
+    recorded: Mapping[str, str] | None = None,
 ) -> tuple[list[Source | Stream], dict[str, Any]]:
     """The files and streams that hold the documents, and their description as plain data.
 
     paths: text files, .jsonl and .parquet files (the text is in the field or column `text_field`),
         folders (all files below them but hidden ones), `hf:OWNER/NAME` (a Hugging Face dataset, see
         ladder.data.streams); None is the running Python's standard library, one document per .py
-        file, without tests. Empty documents are skipped.
+        file, without tests. Empty documents are skipped. recorded: as for `parse_stream`.
 
-    Raises UserError for a path that cannot be read and a fraction outside [0, 1).
+    Raises UserError for a path that cannot be read, a fraction outside [0, 1), and a `text_field`
+    of files that have no fields.
     """
     if not 0 <= heldout_fraction < 1:
         raise UserError(f"heldout_fraction={heldout_fraction!r} must be 0 or more and below 1")
@@ -109,7 +114,7 @@ def find_sources(
     else:
         if isinstance(paths, str | Path):
             paths = [paths]
-        found = _find(paths)
+        found = _find(paths, recorded)
         description = {
             "kind": "files",
             "paths": [str(path) for path in paths],
@@ -118,8 +123,18 @@ def find_sources(
         streams = [source for source in found if isinstance(source, Stream)]
         if streams:  # only their revision identifies their content
             description["streams"] = [stream._asdict() for stream in streams]
+    fields = any(isinstance(source, Stream) or form(source.path) for source in found)
+    if text_field != TEXT_FIELD and found and not fields:
+        raise UserError(
+            f"text_field={text_field!r} is of no use, since no file of {_named(paths)} is a .jsonl "
+            f"or .parquet file; leave it out, or rename files of JSON lines to .jsonl"
+        )
     description["heldout_fraction"] = heldout_fraction
     return found, description
+
+
+def _named(paths: Sequence[str | Path] | None) -> str:
+    return "the standard library" if paths is None else ", ".join(map(str, paths))
 
 
 class Names(NamedTuple):
@@ -139,8 +154,7 @@ class Names(NamedTuple):
     def check(self, paths: Sequence[str | Path] | None) -> None:
         """Refuse a corpus without documents."""
         if self.documents == 0:
-            where = "the standard library" if paths is None else ", ".join(map(str, paths))
-            raise UserError(f"no text in {where}; give files or folders with text in them")
+            raise UserError(f"no text in {_named(paths)}; give files or folders with text in them")
 
 
 def heldout_below(fraction: float, names: Names | None = None) -> int:
@@ -164,7 +178,7 @@ def name_hash(name: str) -> int:
     return int.from_bytes(digest, "big")
 
 
-def _find(paths: Iterable[str | Path]) -> list[Source | Stream]:
+def _find(paths: Iterable[str | Path], recorded: Mapping[str, str] | None) -> list[Source | Stream]:
     """The files and streams that `paths` name, each once, with unique names."""
     found: list[Source | Stream] = []
     names: set[str] = set()
@@ -180,8 +194,8 @@ def _find(paths: Iterable[str | Path]) -> list[Source | Stream]:
 
     for given in paths:
         if isinstance(given, str) and given.startswith(SCHEME):
-            stream = parse_stream(given)
-            if stream not in found:
+            stream = parse_stream(given, recorded)
+            if stream.rows not in [each.rows for each in found if isinstance(each, Stream)]:
                 found.append(stream._replace(name=free(stream.name)))
             continue
         path = Path(given)

@@ -6,6 +6,7 @@ reads a stream, in its own order, and can resume after any row.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from ladder.models.errors import UserError, kind_of, unknown
 
 SCHEME = "hf:"
 KEYS = ("name", "split", "revision")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Stream(NamedTuple):
@@ -34,15 +36,47 @@ class Stream(NamedTuple):
     split: str
     revision: str
 
+    @property
+    def rows(self) -> tuple[str, str, str, str]:
+        """What determines the rows: streams of the same are the same, however they are written."""
+        return self.dataset, self.config, self.split, self.revision
 
-def parse_stream(path: str) -> Stream:
+
+def parse_stream(path: str, recorded: Mapping[str, str] | None = None) -> Stream:
     """The stream that `hf:OWNER/NAME?name=CONFIG&split=SPLIT&revision=COMMIT` names.
 
-    The default split is `train`. The default revision is the Hub's current commit, which is
-    recorded, so that a resumed call reads the same data.
+    The default split is `train`. The default revision is the Hub's current commit.
+
+    recorded: the commits of streams by the paths that named them, in place of the Hub's answer: a
+        resumed call reads the data with which it was begun.
 
     Raises UserError for a path of another form, a missing package or dataset.
     """
+    asked = _asked(path)
+    dataset, config, split, revision = asked
+    _datasets(path)
+    if not Path(dataset).is_dir() and not COMMIT.fullmatch(revision):
+        known = (commit for other, commit in (recorded or {}).items() if _asked(other) == asked)
+        revision = next(known, "") or _resolve(path, dataset, revision)
+    return Stream(dataset, path, dataset, config, split, revision)
+
+
+def recorded_commits(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """The commits of the streams in a description by `find_sources`, by path."""
+    return {stream["path"]: stream["revision"] for stream in arguments.get("streams", ())}
+
+
+def compared(key: str, value: Any) -> Any:
+    """An entry of a description by `find_sources`, without how the user wrote the streams."""
+    if key == "paths" and isinstance(value, list):
+        return [path.partition("?")[0] if path.startswith(SCHEME) else path for path in value]
+    if key == "streams" and isinstance(value, list):
+        return [{**stream, "path": ""} for stream in value]
+    return value
+
+
+def _asked(path: str) -> tuple[str, str, str, str]:
+    """The dataset, configuration, split and revision in a path; the revision may be empty."""
     dataset, _, query = path.removeprefix(SCHEME).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     for key in options:
@@ -53,13 +87,8 @@ def parse_stream(path: str) -> Stream:
             f"data path {path!r} is not of the form hf:OWNER/NAME or "
             f"hf:OWNER/NAME?name=CONFIG&split=train"
         )
-    _datasets(path)
     revision = options.get("revision", "")
-    if not Path(dataset).is_dir():
-        revision = _resolve(path, dataset, revision)
-    return Stream(
-        dataset, path, dataset, options.get("name", ""), options.get("split", "train"), revision
-    )
+    return dataset, options.get("name", ""), options.get("split", "train"), revision
 
 
 class Reader:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateSyntaxError
+from jinja2 import TemplateSyntaxError, UndefinedError
 from tokenizers import Tokenizer
 
 from ladder.data.sandbox import LONGEST, MEMORY, LimitError, Sandbox
@@ -31,6 +31,10 @@ MARK = "END_OF_LAST_MESSAGE "  # a text that occurs in no conversation
 
 class LeftOut(Exception):
     """A conversation that the template cannot render; the message is the reason."""
+
+
+class RenderError(UserError):
+    """The template fails at a conversation, and may not at others."""
 
 
 class Piece(NamedTuple):
@@ -85,7 +89,8 @@ class ChatTemplate:
             what = f"{type(error).__name__}: {error}"
             if isinstance(error, LimitError | MemoryError):
                 what = str(error) or f"it takes more than {MEMORY / 2**30:g} GiB of memory"
-            raise UserError(
+            kind = RenderError if isinstance(error, UndefinedError | TypeError) else UserError
+            raise kind(
                 f"the chat template of {self.where} cannot render a conversation ({what}); give "
                 f"another with --chat-template"
             ) from error
@@ -117,15 +122,25 @@ class ChatTemplate:
         """The text of a conversation, cut where answers begin and end.
 
         An answer begins where the prompt for it ends, so it is exactly the text that the model has
-        to write. Raises LeftOut if there is no answer, or if it cannot be located in the text.
+        to write. Raises LeftOut if there is no answer, if it cannot be located in the text, or if
+        the template fails at the conversation; UserError if it exceeds its limits.
         """
-        whole = self.render(messages)
+        try:
+            whole = self.render(messages)
+            return self._cut(messages, whole)
+        except RenderError as error:
+            cause = error.__cause__
+            raise LeftOut(
+                f"that the template cannot render ({type(cause).__name__}: {cause})"
+            ) from error
+
+    def _cut(self, messages: Sequence[Message], whole: str) -> list[Piece]:
         found: list[Piece] = []
         done = 0
         for n, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.render(messages[:n], prompt=True)
+            before = self._prompt(messages[:n])
             after = whole if n + 1 == len(messages) else self.render(messages[: n + 1])
             if not (whole.startswith(after) and after.startswith(before) and done <= len(before)):
                 raise LeftOut("with turns that the template writes otherwise once others follow")
@@ -139,6 +154,15 @@ class ChatTemplate:
                 "without an answer" if not found else "whose answers the template does not write"
             )
         return [piece for piece in (*found, Piece(whole[done:], False)) if piece.text]
+
+    def _prompt(self, messages: Sequence[Message]) -> str:
+        try:
+            return self.render(messages, prompt=True)
+        except RenderError as error:
+            if messages:
+                raise
+            # Many templates look at the first message, of which there is none.
+            raise LeftOut("that begin with an answer") from error
 
 
 def load_template(

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ladder.data.formats import Document
-from ladder.data.index import INDEX
+from ladder.data.index import INDEX, holds_chats
 from ladder.data.prepared import open_data
 from ladder.data.sources import name_hash, open_corpus
 from ladder.data.tokenizer import load_tokenizer
@@ -123,6 +123,11 @@ def _documents(paths: Sequence[str] | None) -> tuple[list[Document], dict[str, A
 def _prepared(folder: Path) -> tuple[Iterator[Document], dict[str, Any]]:
     """The held-out documents of a prepared folder, decoded; byte-level tokens are lossless."""
     data = open_data(folder)
+    if holds_chats(data.index):
+        raise UserError(
+            f"--text={folder} holds conversations, which are no text to score; give text files, or "
+            f"a folder that was prepared without --chat-field"
+        )
     split = data.split("heldout")
     tokens = split.read(0, min(len(split), READ_TOKENS))
     tokenizer = load_tokenizer(folder)

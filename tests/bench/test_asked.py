@@ -64,6 +64,43 @@ def test_what_can_run_goes_on_without_the_rest(
     assert [point.reducer for point in started] == ["async"]
 
 
+def test_cold_starts_are_checked_like_other_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A repeat says what it skips; new points are not put beside those of other code."""
+    parts = ("imports_s", "group_s", "weights_s", "capture_s", "prefill_s", "total_s")
+    here = {"gpu": "H200", "commit": "a"}
+    monkeypatch.setattr(cold, "start", lambda point: dict.fromkeys(parts, 1.0))
+    monkeypatch.setattr(bench, "cold_machine", lambda: dict(here))
+    file = tmp_path / "mine.yaml"
+    file.write_text("layers:\n- {layers: 0-3, preset: ladder}\n")
+    options = [*SMALL, "--cold", "--reducers", "async", "--nproc", "2", "--out", str(tmp_path)]
+    plans = ["--plans", "standard", str(file)]
+    assert main([*options, *plans]) == 0
+    said = capsys.readouterr().out
+    assert said.count("cold start of") == 3  # `none` too
+    assert f"\n\n{tmp_path / bench.PAGE}\n" in said
+    assert main([*options, *plans]) == 0
+    said = capsys.readouterr().out
+    assert said.count("already measured: ") == 3
+    assert "cold start of" not in said
+    here["commit"] = "b"
+    assert main([*options, *plans]) == 0
+    said = capsys.readouterr().out
+    assert said.count("already measured, with commit a, which now is b: ") == 3
+    assert main([*options, "--plans", "parallel"]) == 2
+    error = capsys.readouterr().err
+    assert "holds standard" in error
+    assert "measured with commit a, which now is b" in error
+    assert error.count("\n") == 1
+    file.write_text("layers:\n- {layers: 0-3, preset: parallel}\n")
+    assert main([*options, *plans]) == 2
+    assert "whose model or plan has changed" in capsys.readouterr().err
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert main([*options, *plans]) == 2
+    assert capsys.readouterr().err.startswith("error: NCCL_P2P_DISABLE=1 turns P2P off, and --p2p")
+
+
 @pytest.mark.parametrize("more", [[], ["--cold"], ["--plans", "standard", "desync-4x"]])
 def test_a_degree_that_tp_does_not_divide_is_a_mistake(
     more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -76,6 +76,20 @@ def test_other_code_is_not_compared(
     assert len(measured) == 2
 
 
+def test_other_code_is_not_compared_with_points_that_this_call_has_not(
+    tmp_path: Path, measured: list[list[InferencePoint]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other plans, or reducers: they are compared with all points of their case."""
+    assert bench.run_job(job(tmp_path, batch=(1,), reducers=("async",))) == 0
+    monkeypatch.setattr(bench, "machine", lambda *_: {"gpu": "H200"})
+    others = job(tmp_path, batch=(1,), plans=("parallel",), reducers=("async",))
+    with pytest.raises(UserError, match=r"holds standard.* gpu none, which now is H200: .* --out"):
+        bench.run_job(others)
+    (tmp_path / "other").mkdir()
+    assert bench.run_job(replace(others, out=tmp_path / "other")) == 0
+    assert len(measured) == 2
+
+
 def test_a_name_that_means_something_else_now_is_not_skipped(
     tmp_path: Path, measured: list[list[InferencePoint]]
 ) -> None:

@@ -31,7 +31,7 @@ from ladder.bench.ops.points import (
 from ladder.cli import main
 from ladder.models.errors import UserError
 from ladder.ops import use
-from ladder.ops.registry import OPERATORS
+from ladder.ops.registry import OPERATORS, Call
 from ladder.ops.table import VARIABLE, read_table
 from tests.bench.records import OP, registered, timed
 from tests.commands import Start
@@ -254,6 +254,43 @@ def test_mistakes_are_one_line(
     assert line.startswith("error: ")
     assert words in line
     assert not (tmp_path / "out").exists()
+
+
+def interrupted(rank: int, world_size: int, folder: str) -> str:
+    given = options(implementations=None, budget=None, tune=False, records=None, write_table=None)
+    given = SimpleNamespace(**vars(given), out=folder, nproc=1, device="cpu")
+    with pytest.raises(UserError) as error:
+        command.main(given)
+    return str(error.value)
+
+
+def test_a_file_with_an_interrupted_line_is_refused_before_the_work(
+    pools: Pools, tmp_path: Path
+) -> None:
+    """And not when the page is made of it, after everything has been measured."""
+    file = tmp_path / "ops.jsonl"
+    file.write_text('{"point": {}}\n{"poi')
+    for said in pools(2).run(interrupted, str(tmp_path)):
+        assert said.startswith(f"line 2 of {file} is not JSON")
+        assert said.endswith("its writing was interrupted; remove the line")
+
+
+def test_the_table_is_written_whatever_becomes_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(records: Any) -> str:
+        raise UserError("no page")
+
+    monkeypatch.setattr(command, "write_page", fails)
+    monkeypatch.setattr(command, "read_results", lambda file: [])
+    staged = timed("staged", "operator", 9.0, variant=Variant("staged"))
+    found = summarise([staged, timed("alone", "alone", 1.0), timed("gloo", "collective", 5.0)], 0.0)
+    call = Call(OP, "cpu", torch.float32, 2, (8, 8, 8), exact=(8, 8, 8))
+    about = {"gpu": "none", "ranks": 2, "torch": "2", "date": "today"}
+    given = SimpleNamespace(out=tmp_path, write_table=tmp_path / "table.json")
+    with pytest.raises(UserError, match="no page"):
+        command._finish(given, [(call, found)], records(POINT, found, about), about)
+    assert {each["implementation"] for each in read_table(given.write_table)} == {"staged"}
 
 
 @pytest.mark.parametrize(

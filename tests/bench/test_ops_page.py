@@ -9,8 +9,8 @@ import pytest
 
 from ladder.bench import figures
 from ladder.bench.ops.best import best_rows
-from ladder.bench.ops.derive import records, summarise
-from ladder.bench.ops.page import finding, normalised, write_page
+from ladder.bench.ops.derive import records, summarise, text_table
+from ladder.bench.ops.page import finding, newest, normalised, picked_ranges, write_page
 from ladder.bench.ops.points import BAGS, EXPERTS, FEW, OpPoint
 from tests.bench.records import timed
 
@@ -110,8 +110,58 @@ def test_the_page_has_figures_and_says_what_lost() -> None:
         assert "{128 | 2}, pooling 2: product" not in page
         assert "{128 | 2}, pooling 2: staged (picked)" in page
     newer = summarise([timed("alone", "alone", 90.0), timed("NCCL", "collective", 160.0)], 40.0)
-    again = records(OpPoint(OP, "x", 64, 8, 8, 2, "float32"), newer, {"ranks": 2, "gpu": "H"})
-    assert write_page([*found, *again]).count("90.0") == 1  # a newer record replaces the older
+    again = records(OpPoint(OP, "x", 64, 8, 8, 2, "float32"), newer, {"ranks": 2})
+    page = write_page([*found, *again])
+    assert page.count("90.0") == 1  # a newer run replaces the older
+    assert "115.0 (0.75)*" not in page.partition("embedding_bag")[0]  # all of it
+
+
+def run_of(ranks: int, dtype: str, gpu: str, **ways: float) -> list[dict[str, Any]]:
+    """A run of one point; the fastest way is picked."""
+    each = [
+        timed(name, "operator", us, picked=us == min(ways.values())) for name, us in ways.items()
+    ]
+    each += [timed("alone", "alone", 100.0), timed("NCCL", "collective", 160.0)]
+    point = OpPoint(OP, "x", 64, 8, 8, ranks, dtype)
+    return records(point, summarise(each, 40.0), {"ranks": ranks, "gpu": gpu})
+
+
+def test_runs_of_other_ranks_types_and_gpus_are_tables_of_their_own() -> None:
+    """Catches rows of 2 and 4 ranks under one caption, and figures that keep only one."""
+    found = [
+        *run_of(2, "float32", "none", staged=115.0),
+        *run_of(4, "float32", "none", staged=125.0),
+        *run_of(2, "bfloat16", "none", staged=135.0),
+        *run_of(2, "float32", "H200", staged=145.0),
+    ]
+    settings = ["float32, 2 ranks", "float32, 4 ranks", "bfloat16, 2 ranks",
+                "float32, 2 ranks, H200"]  # fmt: skip
+    page, text = write_page(found), text_table(found)
+    parts = page.split("<h2>")
+    for setting, us in zip(settings, ("115.0", "125.0", "135.0", "145.0"), strict=True):
+        assert f"{OP}, eager, {setting}, microseconds (E)\n" in text
+        (part,) = [each for each in parts if each.startswith(f"{OP}, eager, {setting}</h2>")]
+        assert f"Microseconds (E), {setting}</" in part
+        assert [cell for cell in ("115.0", "125.0", "135.0", "145.0") if cell in part] == [us]
+        if figures.available():
+            assert f"{us[:3]} us" in part
+    assert [row[0] for row in best_rows(found)[1:]] == [f"{OP}, eager, {s}" for s in settings]
+    assert best_rows(found[:3])[1][0] == f"{OP}, eager"  # of one alone, its head says it
+    assert [line.partition(", float32, 4")[0] for line in picked_ranges(found)][1] == OP
+    assert picked_ranges(found)[3] == f"{OP}, float32, 2 ranks, H200, 0.25"
+
+
+def test_a_points_ways_are_those_of_its_newest_run() -> None:
+    """Catches a way that is no longer there, as the fastest; and two that are picked."""
+    older = run_of(2, "float32", "none", staged=115.0, gone=105.0)
+    newer = run_of(2, "float32", "none", staged=125.0)
+    page = write_page([*older, *newer])
+    assert "gone" not in page
+    assert "125.0 (0.58)*" in page
+    assert finding([*older, *newer]).endswith(f"{OP} 0.58.")
+    # Another run by its machine, though no way is there twice.
+    found = newest([*older[1:2], *[{**each, "machine": {"gpu": "none"}} for each in newer]])
+    assert [each["result"]["us"] for each in found] == [125.0, 100.0, 160.0]
 
 
 def test_times_over_the_baseline_as_the_papers_figures() -> None:

@@ -197,6 +197,17 @@ def test_a_real_trace(tmp_path: Path) -> None:
         assert [r.hidden for r in found.reduces] == [pytest.approx(0.5)]
 
 
+@pytest.mark.parametrize("new", [2, 3])
+def test_a_trace_has_no_more_steps_than_new_tokens(new: int, tmp_path: Path) -> None:
+    """The cache of a session of `new` tokens may be full after one step less."""
+    session = Engine(make("ladder", None)).session(2, 20, Sampling())
+    steps: list[int] = []
+    session.step = lambda: steps.append(1)
+    with pytest.raises(UserError, match="no GPU kernels in"):
+        profile_session(session, [[3], [6]], draws(Sampling(), 2, new), tmp_path / "t.json.gz")
+    assert len(steps) == 2 * (new - 1)
+
+
 def test_the_report_and_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = tracing.record_trace
 

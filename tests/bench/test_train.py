@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -210,6 +211,43 @@ def test_mistakes(wrong: list[str], words: str, tmp_path: Path, capsys: Any) -> 
     assert error.startswith("error: ")
     assert words in error
     assert not (tmp_path / "b").exists()
+
+
+def test_a_point_has_the_degree_of_its_plan() -> None:
+    """Catches two degrees of a plan that count as one point; records without one are read."""
+    given = {"plans": ["standard", "desync-2x"], "steps": 1, "batch": 2}
+    for degree in (4, 8):
+        wanted = options(**given, model="tiny", tp_degree=degree)
+        found = command.checked_points(wanted, torch.device("cpu"))
+        assert [point.tp_degree for point in found] == [None, degree]
+    results = {"step_ms": 1.0, "steps_ms": [1.0], "tokens_s_gpu": 1.0}
+    both = [{"point": asdict(point), "result": results} for point in found]
+    assert [line.split()[-4] for line in table(both).splitlines()[1:]] == ["1.000", "1.000"]
+    del both[0]["point"]["tp_degree"]
+    assert TrainingPoint(**both[0]["point"]) == found[0]
+
+
+def test_a_trace_of_a_plans_file_is_a_file_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches a folder by the name of the plan's, whose trace the next one overwrites."""
+
+    def profiled(phases: Any, steps: Any, device: Any, file: Path, head_start: float) -> Any:
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        return "", {}
+
+    monkeypatch.setattr(measure, "profile", profiled)
+    point = points(options(layouts=["tp2+sp"], plans=["ladder"]))[0]
+    batch = SimpleNamespace(parts=[None])
+    timed: Any = SimpleNamespace(
+        point=replace(point, plan="../plans/my.yaml"), batch=batch, model=torch.nn.Linear(1, 1)
+    )
+    for _ in range(2):
+        measure.trace_passes(timed, torch.device("cpu"), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"trace-00{n}-tp2-sp-..-plans-my.yaml.json.gz" for n in range(2)
+    ]
 
 
 def test_a_plan_gets_its_degree() -> None:

@@ -34,6 +34,7 @@ from ladder.data.prepared import heldout_windows, open_data
 from ladder.data.tokenizer import train_tokenizer
 from ladder.infer.load import load_for_inference
 from ladder.models import ModelConfig, Transformer, UserError, resolve_plan
+from ladder.train.evaluate import bits_per_byte
 from tests.distributed import Pools
 from tests.samples import full_model, small_config
 
@@ -131,6 +132,29 @@ def test_the_choice(standard: Path, corpus: Path) -> None:
     assert list(report.chosen.layers) == cheapest
     assert [cost.layers for cost in report.suffixes] == [(3,), (2, 3), (1, 2, 3), (0, 1, 2, 3)]
     assert report.suffix == report.suffixes[1]
+
+
+def test_documents_are_kept_apart_as_in_the_training(
+    standard: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `mask_documents` the original's figure is that of the run's own evaluation."""
+    run, data = shutil.copytree(standard, tmp_path / "run"), open_data(corpus)
+    model, found = load_model(standard), {}
+    for mask in (False, True):
+        recipe = {"seq_len": 64, "mask_documents": mask}
+        (run / "train.json").write_text(json.dumps({"config": recipe}))
+        out = tmp_path / f"{mask}.json"
+        command = ["convert", "sensitivity", str(run), "--data", str(corpus), "--windows", "40"]
+        assert main([*command, "--layers", "1", "--out", str(out)]) == 0
+        first = capsys.readouterr().out.splitlines()[0]
+        more = "; attention within each document, as trained" * mask
+        assert first == f"windows of 64 tokens, as trained{more}"
+        found[mask] = json.loads(out.read_text())
+        assert found[mask]["mask_documents"] is mask
+        own = bits_per_byte(model, data, 64, 8, 40, mask_documents=mask)
+        assert own is not None
+        assert found[mask]["original"] == pytest.approx(own.bits_per_byte, rel=1e-6)
+    assert abs(found[True]["original"] - found[False]["original"]) > 1e-4
 
 
 def on_ranks(rank: int, world: int, folder: str, data: str) -> list[float]:

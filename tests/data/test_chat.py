@@ -222,7 +222,7 @@ def test_packing_is_dense_and_repeatable() -> None:
     ("source", "message"),
     [
         ("{% for m in messages %}", "is not valid Jinja"),
-        ("{{ messages[0].content.upper(1) }}", "cannot render a conversation"),
+        ("{{ messages[0].content.upper(1) }}", "cannot render .TypeError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
         ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
         ("{{ 1 // 0 }}", "cannot render a conversation .ZeroDivisionError"),

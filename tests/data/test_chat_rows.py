@@ -164,6 +164,62 @@ def test_odd_rows_are_counted_and_the_rest_is_taken(
     assert count == 1
 
 
+FIRST = "{{ messages[0].role }}" + TEMPLATE  # as Qwen's and Llama 3.1's, it needs a first message
+
+
+def test_an_answer_at_the_beginning_is_left_out(tokenizer: Path, tmp_path: Path) -> None:
+    """Catches one row that ends the whole call; a template that can render it keeps it."""
+    (tmp_path / "first.jinja").write_text(FIRST)
+    chats = [CHAT, CHAT[1:], CHAT]
+    options: dict[str, Any] = {"heldout_fraction": 0, "max_left_out": 0.5}
+    out = prepare_chats(
+        tmp_path / "a", tokenizer, chats, chat_template=tmp_path / "first.jinja", **options
+    )
+    data = open_data(out)
+    assert data.index["left_out"] == {"that begin with an answer": 1}
+    assert data.split("train").documents == 2
+    out = prepare_chats(tmp_path / "b", tokenizer, chats, **options)
+    assert open_data(out).split("train").documents == 3
+
+
+def failing(path: Path, part: str) -> Path:
+    """A template that does `part` with a message `boom`."""
+    when = "{% for m in messages if m.content == 'boom' %}" + part + "{% endfor %}"
+    path.write_text(TEMPLATE + when)
+    return path
+
+
+BOOM = [CHAT[0], {"role": "assistant", "content": "boom"}]
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [("{{ m.name.first }}", "UndefinedError"), ("{{ 1 + m.content }}", "TypeError")],
+)
+def test_a_conversation_that_fails_is_left_out(
+    tokenizer: Path, tmp_path: Path, part: str, reason: str
+) -> None:
+    """Catches one row that ends the whole call."""
+    template = failing(tmp_path / "odd.jinja", part)
+    options: dict[str, Any] = {"heldout_fraction": 0, "max_left_out": 0.5}
+    out = prepare_chats(
+        tmp_path / "a", tokenizer, [CHAT, BOOM, CHAT], chat_template=template, **options
+    )
+    ((found, count),) = open_data(out).index["left_out"].items()
+    assert found.startswith(f"that the template cannot render ({reason}: ")
+    assert count == 1
+
+
+def test_a_template_beyond_its_limits_names_the_row(tokenizer: Path, tmp_path: Path) -> None:
+    template = failing(tmp_path / "long.jinja", "{{ 10**(10**10) }}")
+    with pytest.raises(
+        UserError, match=r"^conversation chats\.jsonl:2: the chat template of .*bits"
+    ):
+        prepare_chats(
+            tmp_path, tokenizer, [CHAT, BOOM, CHAT], chat_template=template, max_left_out=1
+        )
+
+
 def test_a_wrong_field_ends_early(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

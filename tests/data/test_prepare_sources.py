@@ -240,6 +240,73 @@ def test_the_shipped_config(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["a.ndjson", "a.JSONL", "a.NdJson"])
+def test_other_names_of_json_lines(tokenizer: Path, tmp_path: Path, name: str, small: None) -> None:
+    """Catches a file that is taken for one text."""
+    options: dict[str, Any] = {"text_field": "body", "heldout_fraction": 0}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    lines = "".join(json.dumps({"body": text}) + "\n" for text in TEXTS)
+    for folder, file in (("a", "a.jsonl"), ("b", name)):
+        (tmp_path / folder / file).write_text(lines)
+        prepare([tmp_path / folder / file], tokenizer, tmp_path / f"{folder}-out", **options)
+    assert shards_of(tmp_path / "a-out") == shards_of(tmp_path / "b-out")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"text": "a"}\n{"text": "b"}\n', ["one object a line", "rename it to a.jsonl"]),
+        ('\ufeff{"text": ""} \r\n{"id": 2}', ["one object a line", "text_field='text'"]),
+        ('{"text": "a"}', ["one object a line", ".txt"]),
+        ('[{"text": "a"}, {"text": "b"}]', ["a list of records", "one a line into a .jsonl file"]),
+        ('[\n  {\n    "text": 1\n  }\n]\n', ["a list of records", ".txt"]),
+    ],
+)
+def test_json_of_records_is_refused(
+    tokenizer: Path, tmp_path: Path, text: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches records whose braces and names are tokenised with their text."""
+    (tmp_path / "a.json").write_text(text)
+    command = ["data", "prepare", str(tmp_path / "a.json")]
+    fails_with(command, tokenizer, tmp_path, ["a.json", *words], capsys)
+    (tmp_path / "a.json").rename(tmp_path / "a.txt")
+    prepare([tmp_path / "a.txt"], tokenizer, tmp_path / "out", heldout_fraction=0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{\n  "name": "x"\n}', '{"name": "x"}', "[1, 2]", '["a"]', "{", "[{", "", "3"),
+        *('[{"name": "x"}]', '{"name": "x"}\n{"name": "y"}'),
+    ],
+)
+def test_other_json_is_a_text(tmp_path: Path, text: str) -> None:
+    """A project's package.json, say."""
+    (tmp_path / "a.json").write_text(text)
+    (tmp_path / "b.txt").write_text("b")
+    found = {each.text for each in open_corpus([tmp_path], heldout_fraction=0).read("train")}
+    assert found == {text, "b"} - {""}
+
+
+def test_a_field_where_none_is(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches an option without effect."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    command = ["data", "prepare", str(folder), "--text-field", "body"]
+    fails_with(command, tokenizer, tmp_path, ["text_field='body'", "leave it out"], capsys)
+    fails_with(
+        ["data", "prepare", "--text-field", "body"],
+        tokenizer, tmp_path, ["text_field='body'", "the standard library"], capsys,
+    )  # fmt: skip
+    (folder / "b.jsonl").write_text('{"body": "b"}')
+    texts = open_corpus([folder], heldout_fraction=0, text_field="body").read("train")
+    assert [each.text for each in texts] == ["a", "b"]
+
+
 @pytest.mark.parametrize("option", ["workers", "max_tokens", "shard_tokens"])
 def test_counts_are_positive(tokenizer: Path, tmp_path: Path, option: str) -> None:
     with pytest.raises(UserError, match=f"{option}=0 must be 1 or more"):

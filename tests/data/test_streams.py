@@ -17,6 +17,7 @@ from ladder.data import streams
 from ladder.data.formats import Field
 from ladder.data.prepare import prepare
 from ladder.data.prepared import open_data
+from ladder.data.sources import find_sources
 from ladder.data.tokenizer import train_tokenizer
 from ladder.models.errors import UserError
 from tests.data.rows import TEXTS, fails_with, shards_of, write_jsonl
@@ -185,3 +186,105 @@ def test_no_network_is_the_users_error(
     monkeypatch.setattr(hub.HfApi, "dataset_info", refuse)
     words = ["hf:owner/name?name=x", "(ConnectionError: Name or service not known)", "network"]
     fails_with(["data", "prepare", "hf:owner/name?name=x"], tokenizer, tmp_path, words, capsys)
+
+
+class _Hub:
+    """A dataset on the Hub that changes. asked: the revisions that the Hub was asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.newest = "a" * 40
+        self.asked: list[str] = []
+        module = types.ModuleType("datasets")
+        module.load_dataset = self.load  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "datasets", module)
+        monkeypatch.setattr(streams, "_resolve", self.resolve)
+
+    def resolve(self, path: str, dataset: str, revision: str) -> str:
+        self.asked.append(revision)
+        return self.newest
+
+    def load(self, path: str, *, revision: str, **_: Any) -> _Rows:
+        return _Rows([{"text": f"{revision[:3]} {text}" if text else ""} for text in TEXTS])
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> _Hub:
+    return _Hub(monkeypatch)
+
+
+def _interrupted(
+    path: str, tokenizer: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> None:
+    """A call that ends after some units."""
+    calls = []
+    with monkeypatch.context() as patch:
+        state = streams.Reader.state
+
+        def breaking(reader: streams.Reader) -> dict[str, Any]:
+            calls.append(reader.number)
+            if len(calls) == 5:
+                raise KeyboardInterrupt
+            return state(reader)
+
+        patch.setattr(streams.Reader, "state", breaking)
+        with pytest.raises(KeyboardInterrupt):
+            prepare([path], tokenizer, out, heldout_fraction=0.2, **options)
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "asks"),
+    [
+        ("hf:owner/name", "hf:owner/name", 1),
+        ("hf:owner/name", "hf:owner/name?split=train", 1),
+        ("hf:owner/name?revision=main", "hf:owner/name?revision=main", 1),
+        ("hf:owner/name", f"hf:owner/name?revision={'a' * 40}", 1),
+        (f"hf:owner/name?revision={'a' * 40}", f"hf:owner/name?revision={'a' * 40}", 0),
+    ],
+)
+def test_a_stream_goes_on_after_a_commit_on_the_hub(
+    hub: _Hub,
+    first: str,
+    again: str,
+    asks: int,
+    tokenizer: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    small: None,
+) -> None:
+    """Catches work that no command can finish, and rows of two commits in one folder."""
+    prepare([first], tokenizer, tmp_path / "whole", heldout_fraction=0.2)
+    hub.asked.clear()
+    _interrupted(first, tokenizer, tmp_path / "out", monkeypatch)
+    capsys.readouterr()
+    hub.newest = "b" * 40
+    index = prepare([again], tokenizer, tmp_path / "out", heldout_fraction=0.2)
+    assert "going on after" in capsys.readouterr().err
+    assert len(hub.asked) == asks
+    assert index["source"]["streams"][0]["revision"] == "a" * 40
+    assert shards_of(tmp_path / "out") == shards_of(tmp_path / "whole")
+
+
+def test_another_call_does_not_take_an_old_commit(
+    hub: _Hub, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
+) -> None:
+    """What starts over reads the newest; what would mix two revisions is refused."""
+    _interrupted("hf:owner/name", tokenizer, tmp_path / "out", monkeypatch)
+    hub.newest = "b" * 40
+    for path, more, words in (
+        ("hf:owner/name?revision=main", {}, "unfinished work of a call with streams="),
+        ("hf:owner/name", {"max_tokens": 900}, "unfinished work of a call with max_tokens=None"),
+        ("hf:owner/name?split=test", {}, "unfinished work of a call with streams="),
+        ("hf:owner/other", {}, "unfinished work of a call with paths="),
+    ):
+        with pytest.raises(UserError, match=words):
+            prepare([path], tokenizer, tmp_path / "out", heldout_fraction=0.2, **more)  # type: ignore[arg-type]
+    index = prepare(["hf:owner/name"], tokenizer, tmp_path / "out", max_tokens=900, overwrite=True)
+    assert index["source"]["streams"][0]["revision"] == "b" * 40
+
+
+def test_a_stream_that_is_named_twice_is_read_once(hub: _Hub) -> None:
+    """However it is written: a row that occurred twice could be in both splits."""
+    paths = ["hf:owner/name", "hf:owner/name?split=train", f"hf:owner/name?revision={'a' * 40}"]
+    found, _ = find_sources([*paths, "hf:owner/name?split=test"], 0.1, "text")
+    assert [each.name for each in found] == ["owner/name", "owner/name#2"]

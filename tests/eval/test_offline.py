@@ -16,6 +16,7 @@ from ladder.data.prepare import prepare
 from ladder.data.sources import open_corpus
 from ladder.eval import definitions, offline, results, suites
 from ladder.models import UserError
+from tests.chats import make_chats, prepare_chats
 
 # ---- the offline data ---------------------------------------------------------------------------
 
@@ -169,6 +170,14 @@ def test_prepared_data_gives_its_held_out_documents(
     found = {row["text"] for row in rows(tmp_path / "out", "heldout")}
     assert found == {document.text[: offline.CHARACTERS] for document in held}
     assert 0 < len(found) < 4
+
+
+def test_conversations_are_refused(corpus: Path, tmp_path: Path) -> None:
+    """Catches turns taken for documents, and the names of special tokens for text."""
+    data = prepare_chats(tmp_path / "chats", corpus, make_chats(60))
+    with pytest.raises(UserError, match=r"--text=.* holds conversations.*without --chat-field"):
+        offline.build_tasks([str(data)], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ def test_a_standard_plan_is_transformers_llama(
     tokens, mask = padded(rows, side)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     before = torch.nn.functional.pad(mask, (1, -1))
-    labels = tokens.where(before * mask > 0, -100)  # nothing is predicted from padding
+    # Without the first real token of a row padded on the left, which is predicted from padding.
+    labels = tokens.where(before * mask > 0, -100)
     given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
     for more in ({}, {"use_cache": False}, {"labels": labels}):
         ours, theirs = model(**given, **more), llama(**given, **more)
@@ -111,6 +112,10 @@ def test_a_standard_plan_is_transformers_llama(
     assert (
         model(**given, labels=labels, num_items_in_batch=5).loss * 5 / 8 - ours.loss
     ).abs() < 1e-5
+    whole = tokens.where(mask > 0, -100)
+    for each in (model, llama):  # both count that token if it has a label
+        apart = each(**given, labels=whole).loss - each(**given, labels=labels).loss
+        assert (apart.abs() > 1e-3) == (side == "left")
 
     part = {name: value[:, :4] for name, value in given.items()}
     rest = {name: value[:, 4:] for name, value in given.items()} | {"attention_mask": mask}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ladder.bench import communication as comm
-from ladder.cli import main
+from ladder.cli import main, make_parser
 from ladder.models.errors import UserError
 from ladder.parallel import dispatch
 from ladder.parallel.dispatch import (
@@ -192,6 +192,16 @@ def test_the_report_of_measured_times(tmp_path: Path) -> None:
     assert all(set(each) == {"point", "result", "machine"} for each in found)
 
 
+def test_a_table_is_of_the_default_sizes() -> None:
+    """And they may be finer, or reach further."""
+    words = ["bench", "comm", "--write-table", "t.json"]
+    options = make_parser().parse_args(words)
+    assert tuple(options.sizes) == comm.TABLE_SIZES
+    comm._check_whole(options)
+    options.sizes = [16, *options.sizes, 2**27]
+    comm._check_whole(options)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -199,6 +209,14 @@ def test_the_report_of_measured_times(tmp_path: Path) -> None:
         (["--sizes", "8192", "20"], "--sizes=20"),
         (["--sizes", "0"], "--sizes=0"),
         (["--programs", "0"], "--programs=0"),
+        (
+            ["--write-table", "t.json", "--dtype", "float32"],
+            "--write-table with --dtype=float32: the table is of bfloat16; leave one",
+        ),
+        (
+            ["--write-table", "t.json", "--sizes", "8192", "67108864"],
+            "--write-table with --sizes=8192 67108864: the table is of all default sizes, and 16 K",
+        ),
         (["--write-table", "/nowhere/t.json"], "--write-table=/nowhere/t.json"),
         (["--write-table", __file__], "cannot read the dispatch table"),
         ([], "needs GPUs" if not torch.cuda.is_available() else "one rank per GPU"),

@@ -192,6 +192,36 @@ def test_only_measures_some_parts_and_keeps_the_rest(tmp_path: Path) -> None:
     assert [each.name for each in found.curves] == ["attention", *["landing"] * 2, "copy"]
 
 
+OLD = Curve("copy", {}, ((1.0, 1.0),), "measured: before")
+GONE = Curve("attention", {"keys": 8}, ((2.0, 1.0),), "measured: before")
+
+
+@pytest.mark.parametrize("left", ["time", "a part", ""])
+def test_a_file_keeps_its_parts_until_they_are_measured_anew(
+    left: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, where the budget is spent or a part fails; after a whole run, the new alone."""
+
+    def fails() -> dict[str, float]:
+        raise ValueError("no such kernel")
+
+    parts = [Part("copy", {}, lambda: [(1, 2.0), (2, 3.0)])]
+    if left == "a part":
+        parts.append(Part("values", {}, fails))
+    monkeypatch.setattr(command, "parts", lambda *_: parts)
+    out = tmp_path / "here.json"
+    write(Machine("here", "none", 1, HERE.values, (OLD, GONE)), out)
+    words = ["bench", "machine", "--device", "cpu", "--out", str(out)]
+    budget = ["--budget", "1e-9"] if left == "time" else []
+    assert main([*words, *budget]) == (left == "a part")
+    found, said = load(str(out)), capsys.readouterr().out
+    assert (f"{out} still has what it had of what was not measured" in said) == bool(left)
+    assert found.values == (HERE.values if left else {})
+    new = ((1.0, 2.0), (2.0, 3.0))
+    kept = {"time": [OLD.points, GONE.points], "a part": [GONE.points, new], "": [new]}
+    assert [each.points for each in found.curves] == kept[left]
+
+
 def test_files_of_other_machines_and_other_files_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

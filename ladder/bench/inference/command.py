@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +21,14 @@ import torch
 
 from ladder.bench.floors import bandwidth, matrix_rate
 from ladder.bench.inference import cold
-from ladder.bench.inference.derive import EXPLANATION, by_point, derive_rows, plain, text_table
+from ladder.bench.inference.derive import (
+    EXPLANATION,
+    SAME,
+    by_point,
+    derive_rows,
+    plain,
+    text_table,
+)
 from ladder.bench.inference.measure import chunks, free_bytes, measure
 from ladder.bench.inference.page import write_page
 from ladder.bench.inference.points import (
@@ -42,10 +48,8 @@ from ladder.models.errors import UserError
 from ladder.ops import table
 from ladder.parallel import dispatch, launch
 from ladder.parallel.choose import REDUCERS
-from ladder.records import append, facts
+from ladder.records import append, facts, file_name
 
-# Facts of the machine that compared records must share. tables: see `own_tables`.
-SAME = ("gpu", "torch", "commit", "tables")
 RESULTS, COLD, SUMMARY, PAGE = "inference.jsonl", "cold.jsonl", "summary.json", "inference.html"
 
 
@@ -134,11 +138,8 @@ def run_job(job: InferenceRun) -> int:
     """
     if not job.p2p:
         os.environ[P2P_SWITCH] = "1"  # before NCCL starts
-    elif p2p_disabled():
-        raise UserError(
-            f"{P2P_SWITCH}={os.environ[P2P_SWITCH]} turns P2P off, and --p2p is on: give --p2p "
-            f"off, or unset the variable"
-        )
+    else:
+        refuse_p2p_off()
     device = launch.join("cuda")
     launch.agree({"options": str(job.settings), "P2P": job.p2p})
     cases, left_out = expand(job.settings, launch.world_size(), job.p2p, _refusal, job.asked)
@@ -180,6 +181,15 @@ def run_job(job: InferenceRun) -> int:
     return 1 if wrong else 0
 
 
+def refuse_p2p_off() -> None:
+    """Raise UserError if the environment turns P2P off, for a run that has it on."""
+    if p2p_disabled():
+        raise UserError(
+            f"{P2P_SWITCH}={os.environ[P2P_SWITCH]} turns P2P off, and --p2p is on: give --p2p "
+            f"off, or unset the variable"
+        )
+
+
 def check_same_code(
     case: Sequence[InferencePoint],
     done: Mapping[InferencePoint, dict[str, Any]],
@@ -190,8 +200,8 @@ def check_same_code(
     """Raise UserError if new points of a case would be compared with those of other code, or if a
     finished one was of another model or plan of that name.
 
-    done: the records so far. skip: finished points, which are not measured again. facts: those of
-    this machine.
+    case: the points of this call. done: the records so far, also of other plans and reducers of the
+    case. skip: finished points, which are not measured again. facts: those of this machine.
     """
     kept = [point for point in case if point in skip]
     for point in kept:
@@ -200,7 +210,8 @@ def check_same_code(
                 f"{file} holds {point}, whose model or plan has changed since; choose another "
                 f"--out, or remove the lines of this case from the file"
             )
-    for point in kept if len(kept) < len(case) else ():
+    others = [each for each in done if each.case == case[0].case and each not in case]
+    for point in (*kept, *others) if len(kept) < len(case) else ():
         for key in SAME:
             there, here = done[point]["machine"].get(key), facts.get(key)
             if there != here:
@@ -237,8 +248,7 @@ def _keep(
 
 def trace_file(out: Path, point: InferencePoint) -> Path:
     """The file of a point's trace."""
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", str(point)).strip("-")
-    return out / "traces" / f"{name}.json.gz"
+    return out / "traces" / f"{file_name(str(point))}.json.gz"
 
 
 def _refusal(reducer: str, tp: int) -> str | None:
@@ -250,6 +260,8 @@ def cold_starts(job: InferenceRun, ranks: int) -> int:
     """Time the first token of every point from a cold start, and record it in cold.jsonl."""
     if launch.world_size() > 1:
         raise UserError("--cold under torchrun: it starts its own processes; use --nproc")
+    if job.p2p:
+        refuse_p2p_off()
 
     def refusal(reducer: str, tp: int) -> str | None:
         return "P2P is off" if REDUCERS[reducer].peer_memory and not job.p2p else None
@@ -259,34 +271,60 @@ def cold_starts(job: InferenceRun, ranks: int) -> int:
         print(f"left out: {line}", flush=True)
     file = job.out / COLD
     done = finished(file, "cold")
-    for point in [point for case in cases for point in case if not point.no_comm]:
+    cases = [[point for point in case if not point.no_comm] for case in cases]
+    # It names the GPU, which starts CUDA here: not before the first start, unless to compare.
+    here = cold_machine() if done else {}
+    for case in cases if done else ():
+        check_same_code(case, done, done, here, file)
+    for point in [point for case in cases for point in case]:
         if point in done:
+            print(f"already measured{_when(done[point], here)}: {point}", flush=True)
             continue
         if time.time() > job.deadline:
             print(f"left out, the budget is spent: {point}", flush=True)
             continue
         times = cold.start(point)
-        name = torch.cuda.get_device_name(0)
-        append(file, [{"point": asdict(point), "cold": times, "machine": facts(name)}])
+        here = here or cold_machine()
+        found = {"point": asdict(point), "cold": times, "definition": definition(point)}
+        append(file, [{**found, "machine": here}])
         shown = ", ".join(f"{part[:-2]} {seconds:.1f}" for part, seconds in times.items())
         print(f"cold start of {point}, seconds: {shown}", flush=True)
     write_report(job.out)
+    print(f"\n{job.out / PAGE}", flush=True)
     return 0
+
+
+def cold_machine() -> dict[str, Any]:
+    """The facts of this machine for records of cold starts."""
+    return {**facts(torch.cuda.get_device_name(0)), "tables": own_tables()}
+
+
+def _when(record: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """What has changed since a record was made, as text: `, with commit a, which now is b`."""
+    there = record["machine"]
+    changed = [key for key in SAME if there.get(key) != here.get(key)]
+    return "".join(
+        f", with {key} {there.get(key)}, which now is {here.get(key)}" for key in changed
+    )
 
 
 def finished(file: Path, kind: str = "check") -> dict[InferencePoint, dict[str, Any]]:
     """The finished points of a result file; records without `kind` are in an older format."""
+    return by_point(_records(file, kind))
+
+
+def _records(file: Path, kind: str) -> list[dict[str, Any]]:
     if not file.is_file():
-        return {}
-    return by_point(record for record in read_results(file) if kind in record)
+        return []
+    return [record for record in read_results(file) if kind in record]
 
 
 def write_report(out: Path) -> None:
     """Write summary.json (derived rows) and the page from all records in the folder."""
-    records = list(finished(out / RESULTS).values())
+    records = _records(out / RESULTS, "check")
     started = list(finished(out / COLD, "cold").values())
     rows = derive_rows(records)
-    machines = [record["machine"] for record in (*records, *started)]
+    machines = [record["machine"] for record in (*by_point(records).values(), *started)]
     write_text(out / SUMMARY, json.dumps([plain(row) for row in rows], indent=1) + "\n")
     write_text(out / PAGE, write_page(rows, started, machines))
 

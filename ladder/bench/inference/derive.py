@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,16 +12,19 @@ from ladder.plans import aligned
 
 Record = dict[str, Any]
 PHASES = ("prefill", "decode", "total")
+# Facts of the machine that compared records must share. tables: see `command.own_tables`.
+SAME = ("gpu", "torch", "commit", "tables")
 EXPLANATION = """\
 prefill: from token ids on the host to the first token chosen. decode: one step of the whole batch,
 median (and p99) over all steps. tokens/s: new tokens over the measured time of prefill and all
 steps in one go; per user, and of the batch.
-exposed: time over that of the same plan without communication (no_comm), with the same kernels in
-the same run, minus 1. x none: time over that of `none`, standard wiring without communication; a
-plan that lags can beat it.
+exposed: time over that of the same plan without communication (no_comm), with the same kernels,
+of the same run if it was measured there, minus 1. x none: time over that of `none`, standard wiring
+without communication; a plan that lags can beat it.
 x std: standard's time with its best reducer over this time; x NCCL: with NCCL's all-reduces.
-of floor: prefill, FLOPs over the rate of a large matmul; decode, bytes of weights and cache over
-the bandwidth of a large copy; both measured in the run.
+of floor: prefill, FLOPs over the rate of a large matmul in bf16 (- with fp8 activations, which have
+another); decode, bytes of weights and cache over the bandwidth of a large copy; both measured in
+the run.
 ideal: x standard with the same reducer, as a share of (compute + comm) / max(compute, comm), where
 compute is the time of `none`, and comm standard's additional time."""
 
@@ -33,27 +37,58 @@ def by_point(records: Iterable[Record]) -> dict[InferencePoint, Record]:
 def derive_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     """One row for each point that is no counterpart, with its times and derived figures.
 
-    Ratios to points that were not measured are None.
+    Ratios are to points of the same GPU, code and tables (SAME), and None without any.
     """
     found = by_point(records)
-    rows = []
-    for point, record in found.items():
-        if not point.no_comm:
-            same = {other: r for other, r in found.items() if other.case == point.case}
-            rows.append(_row(point, record, same))
-    return rows
+    ages = {InferencePoint(**record["point"]): age for age, record in enumerate(records)}
+    alike: dict[tuple[InferencePoint, str], dict[InferencePoint, Record]] = {}
+    for point, record in sorted(found.items(), key=lambda item: ages[item[0]]):
+        alike.setdefault((point.case, _sitting(record)), {})[point] = record
+    return [
+        _row(point, record, alike[point.case, _sitting(record)])
+        for point, record in found.items()
+        if not point.no_comm
+    ]
+
+
+def _sitting(record: Mapping[str, Any]) -> str:
+    """What a record's SAME facts are, to be compared."""
+    return json.dumps([_facts(record).get(key) for key in SAME], sort_keys=True)
+
+
+def _facts(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    return record.get("machine") or {}
+
+
+def by_sitting(records: Iterable[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """Records, or rows, apart by their SAME facts: with a text of those in which they differ."""
+    found: dict[str, list[Any]] = {}
+    for record in records:
+        found.setdefault(_sitting(record), []).append(record)
+    facts = [_facts(members[0]) for members in found.values()]
+    differ = [key for key in SAME if any(each.get(key) != facts[0].get(key) for each in facts)]
+    texts = ["".join(f", {key} {_fact(each.get(key))}" for key in differ) for each in facts]
+    return list(zip(texts, found.values(), strict=True))
+
+
+def _fact(value: Any) -> str:
+    """A fact as text; of tables, the beginning of each one's checksum."""
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}={checksum[:8]}" for name, checksum in value.items())
+    return str(value)
 
 
 def _row(
     point: InferencePoint, record: Record, same: dict[InferencePoint, Record]
 ) -> dict[str, Any]:
-    """The row of a point. same: all records of its case."""
+    """The row of a point. same: all records of its case and sitting, the newest last."""
     result = record["result"]
     row: dict[str, Any] = {"point": point, **{f"{p}_ms": result[f"{p}_ms"] for p in PHASES}}
+    row["machine"] = {key: _facts(record).get(key) for key in SAME}
     seconds = result["total_ms"] / 1e3
     row |= {
         "decode_p99_ms": result["decode_p99_ms"],
-        "prefill_of_floor": result["prefill_floor_ms"] / result["prefill_ms"],
+        "prefill_of_floor": _of_floor(point, result),
         "decode_of_floor": result["floor_ms"] / result["decode_ms"],
         "tokens_s_user": point.new_tokens / seconds,
         "tokens_s": point.batch * point.new_tokens / seconds,
@@ -62,16 +97,17 @@ def _row(
         "picked": result["picked"],
         "chosen": result.get("chosen", {}),  # older records lack it
     }
+    nearest = _nearest(same, record)
     for phase in PHASES:
         own = result[f"{phase}_ms"]
         standard = _times(same, phase, "standard")
         nccl = _times(same, phase, "standard", "async")
-        none = _times(same, phase, "none")
+        none = _times(nearest, phase, "none")
         bare = record["no_comm"]
         compute: list[float] = []
         if bare:  # a counterpart of the plan has the point's T; `none` has none
             degree = point.degree if bare[1] else 0
-            compute = _times(same, phase, bare[0], no_comm=bare[1], degree=degree)
+            compute = _times(nearest, phase, bare[0], no_comm=bare[1], degree=degree)
         row |= {
             f"{phase}_x_standard": min(standard) / own if standard else None,
             f"{phase}_x_nccl": nccl[0] / own if nccl else None,
@@ -84,6 +120,28 @@ def _row(
             ideal = alike[0] / max(none[0], alike[0] - none[0])
             row[f"{phase}_ideal"] = alike[0] / own / ideal
     return row
+
+
+def _of_floor(point: InferencePoint, result: dict[str, Any]) -> float | None:
+    """A prefill's share; None for products in fp8, of which older records have bf16's floor."""
+    if point.activations != "bf16" or result["prefill_floor_ms"] is None:
+        return None
+    return float(result["prefill_floor_ms"] / result["prefill_ms"])
+
+
+def _nearest(same: dict[InferencePoint, Record], record: Record) -> dict[InferencePoint, Record]:
+    """The records of `same`, in the order in which `record` is compared with them if several do.
+
+    Those of its own run first, which have the same machine, rates and command included; of these,
+    and of others, those with its reducer; then the newest.
+    """
+
+    def distance(item: tuple[int, InferencePoint]) -> tuple[bool, bool, int]:
+        age, point = item
+        other = _facts(same[point]) != _facts(record)
+        return other, point.reducer != record["point"]["reducer"], -age
+
+    return {point: same[point] for _, point in sorted(enumerate(same), key=distance)}
 
 
 def _times(
@@ -109,9 +167,8 @@ HEAD = ("plan", "reducer", "prefill ms", "exposed", "of floor", "decode ms", "p9
 def cells(row: dict[str, Any]) -> list[str]:
     """The cells of a row, in the order of HEAD."""
     point: InferencePoint = row["point"]
-    virtual = f" (T {point.degree})" if point.degree > point.tp else ""
     return [
-        point.plan + virtual,
+        point.plan_name,
         point.reducer,
         f"{row['prefill_ms']:.2f}",
         _percent(row["prefill_exposed"]),
@@ -147,13 +204,13 @@ def text_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [HEAD, *(cells(row) for row in rows)]
     shown = [describe_case(rows[0]["point"]), aligned(lines, left=2)]
     picked = [
-        f"{row['point'].plan}, {row['point'].reducer} picked: "
+        f"{row['point'].plan_name}, {row['point'].reducer} picked: "
         + ", ".join(f"{size} bytes {name}" for size, name in row["picked"].items())
         for row in rows
         if row["picked"]
     ]
     chosen = [
-        f"{row['point'].plan}, {row['point'].reducer} {phase}: {choice}"
+        f"{row['point'].plan_name}, {row['point'].reducer} {phase}: {choice}"
         for row in rows
         for phase, choice in row["chosen"].items()
         if row["point"].tp > 1
@@ -171,15 +228,15 @@ def improvements(
 ) -> dict[tuple[InferencePoint, int], dict[str, dict[int, float]]]:
     """The gain in end-to-end tokens/s over standard: (shape, tp) -> plan -> batch -> percent.
 
-    Each plan and standard have their best reducer, or `reducer` (the paper uses NCCL). A shape is a
-    case without its TP degree and batch (both 0).
+    Each plan (with its T) and standard have their best reducer, or `reducer` (the paper uses NCCL).
+    A shape is a case without its TP degree and batch (both 0).
     """
     best: dict[tuple[InferencePoint, int], dict[str, dict[int, float]]] = {}
     for row in rows:
         point: InferencePoint = row["point"]
         if reducer in (None, point.reducer) or point.plan == "none":
             times = best.setdefault((replace(point.case, tp=0, batch=0), point.tp), {})
-            plan = times.setdefault(point.plan, {})
+            plan = times.setdefault(point.plan_name, {})
             plan[point.batch] = min(row["total_ms"], plan.get(point.batch, row["total_ms"]))
     found: dict[tuple[InferencePoint, int], dict[str, dict[int, float]]] = {}
     for key, plans in best.items():
@@ -203,7 +260,7 @@ def pareto(
         point: InferencePoint = row["point"]
         shape = replace(point.case, tp=0, batch=0)
         pair = (row["total_ms"] / 1e3, row["tokens_s_gpu"])
-        clouds.setdefault(shape, {}).setdefault(point.plan, []).append(pair)
+        clouds.setdefault(shape, {}).setdefault(point.plan_name, []).append(pair)
     return {
         shape: {plan: _frontier(cloud) for plan, cloud in plans.items()}
         for shape, plans in clouds.items()

@@ -46,6 +46,7 @@ class InferenceTimes:
     prefill: from token ids on the host to the first token chosen. decode: between the ends of
     consecutive steps, median and p99 over all steps of all rounds, and of each step in order the
     median over the rounds (older records lack it); its floor is a step's bytes over the bandwidth.
+    prefill_floor: None with activations in fp8: the rate is of products in bf16.
     total: from the start of the prefill to the last of new_tokens tokens, in one go.
     memory: weights, KV cache and graphs, on the fullest rank. picked: message bytes -> the
     algorithm that the reducer used; None if the reducer does not report it. chosen: the reducer of
@@ -54,7 +55,7 @@ class InferenceTimes:
 
     prefill_ms: float
     prefill_rounds_ms: list[float]
-    prefill_floor_ms: float
+    prefill_floor_ms: float | None
     decode_ms: float
     decode_p99_ms: float
     decode_rounds_ms: list[float]
@@ -312,11 +313,11 @@ def _result(timed: TimedSession, timing: Timings, speed: float, rate: float) -> 
     context = point.prompt + point.new_tokens / 2  # halfway through the new tokens
     ordered = sorted(step for steps in timing.steps for step in steps)
     picked = getattr(timed.session.model.reducer, "picked", None)
+    floor = prefill_floor_s(config, point.tp, point.batch, point.prompt, speed, rate, point.weights)
     return InferenceTimes(
         prefill_ms=statistics.median(timing.prefills),
         prefill_rounds_ms=timing.prefills,
-        prefill_floor_ms=1e3
-        * prefill_floor_s(config, point.tp, point.batch, point.prompt, speed, rate, point.weights),
+        prefill_floor_ms=1e3 * floor if point.activations == "bf16" else None,
         decode_ms=statistics.median(ordered),
         decode_p99_ms=ordered[int(len(ordered) * 0.99)],
         decode_rounds_ms=[statistics.median(steps) for steps in timing.steps],

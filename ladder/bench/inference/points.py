@@ -55,6 +55,11 @@ class InferencePoint:
         """The fields that comparable points share; the others are empty."""
         return replace(self, plan="", reducer="", degree=0, no_comm=False)
 
+    @property
+    def plan_name(self) -> str:
+        """The plan, and T if it is of virtual ranks, as other T compute other functions."""
+        return self.plan + (f" (T {self.degree})" if self.degree > self.tp else "")
+
     def __str__(self) -> str:
         plan = f"{self.plan} no_comm" if self.no_comm else self.plan
         virtual = f" of T {self.degree}" if self.degree > self.tp else ""
@@ -63,9 +68,14 @@ class InferencePoint:
 
 def describe_case(case: InferencePoint) -> str:
     """A case as text."""
+    sizes = f"TP {case.tp}, batch {case.batch}"
+    return f"{case.model}, {case.layers} layers, {sizes}, {describe_kind(case)}"
+
+
+def describe_kind(case: InferencePoint) -> str:
+    """The tokens, P2P and formats of a case as text."""
     return (
-        f"{case.model}, {case.layers} layers, TP {case.tp}, batch {case.batch}, prompt "
-        f"{case.prompt}, {case.new_tokens} new tokens{'' if case.p2p else ', P2P off'}"
+        f"prompt {case.prompt}, {case.new_tokens} new tokens{'' if case.p2p else ', P2P off'}"
         f"{'' if case.weights == 'bf16' else f', {case.weights} weights'}"
         f"{'' if case.activations == 'bf16' else f', {case.activations} activations'}"
         f"{'' if case.cache == 'bf16' else f', {case.cache} cache'}"

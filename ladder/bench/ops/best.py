@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ladder.bench.ops.derive import groups, sizes
+from ladder.bench.ops.derive import by_case, sizes
 from ladder.bench.ops.points import BAGS, FEW, OF_EXPERTS
 
 Records = Sequence[Mapping[str, Any]]
@@ -43,13 +44,18 @@ def aim_us(point: Mapping[str, Any], alone: float, link: float, collective: floa
 
 
 def best_rows(records: Records) -> list[list[str]]:
-    """Head and cells of a table of all points, in each mode."""
-    table = [HEAD]
-    for (op, mode), points in groups(records).items():
+    """Head and cells of a table of all points, in each mode; with the dtype, the ranks and the GPU
+    where an operator has several."""
+    table, cases = [HEAD], by_case(records)
+    several = Counter(case[:2] for case in cases)
+    for case, points in cases.items():
+        name = f"{case.op}, {case.mode}"
+        if several[case[:2]] > 1:
+            name += f", {case.setting}"
         for text, members in points.items():
             row = _row(json.loads(text), members)
             if row is not None:
-                table.append([f"{op}, {mode}", *row])
+                table.append([name, *row])
     return table
 
 

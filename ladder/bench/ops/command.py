@@ -109,10 +109,7 @@ def main(options: Any) -> int:
     assert group is not None
     world, head, out = launch.world_size(), launch.rank() == 0, Path(options.out)
     points, left_out = expand(options, world, device.type == "cpu")
-    if head:
-        check_writable(out / RESULTS)
-        if options.write_table is not None:
-            check_writable(options.write_table, "--write-table")
+    launch.on_first(lambda: _check_files(out / RESULTS, options.write_table))
     make_folder(out)
     refusal = common_push_refusal(world) if device.type == "cuda" else "it needs GPUs"
     if refusal:
@@ -149,6 +146,15 @@ def main(options: Any) -> int:
     if head:
         _finish(options, [*measured.values()], made, about)
     return 1 if wrong else 0
+
+
+def _check_files(results: Path, table: Path | None) -> None:
+    """Raise UserError now, and not at the end, for files that cannot be written or read then."""
+    check_writable(results)
+    if results.is_file():
+        read_results(results)
+    if table is not None:
+        check_writable(table, "--write-table")
 
 
 def measure_point(
@@ -190,8 +196,11 @@ def measure_point(
 def _finish(
     options: Any, measured: list[Measured], made: list[dict[str, Any]], about: dict[str, Any]
 ) -> None:
-    """Write the page and the registry's table, and print the tables."""
-    out = Path(options.out)
+    """Write the registry's table, then the page, and print the tables."""
+    out, table, new = Path(options.out), options.write_table, []
+    if table is not None:
+        new = entries(measured, source_of(about))
+        write_table(table, new)
     if made:
         write_text(out / PAGE, write_page(read_results(out / RESULTS)))
         print(f"\n{derive.text_table(made)}\n\n{derive.EXPLANATION}\n")
@@ -199,10 +208,8 @@ def _finish(
         print("E of what is picked:", *picked_ranges(made), out / PAGE, sep="\n", flush=True)
     else:
         print("nothing was measured", flush=True)
-    if options.write_table is not None:
-        new = entries(measured, source_of(about))
-        write_table(options.write_table, new)
-        _say_table(options.write_table, picked_by(measured, new))
+    if table is not None:
+        _say_table(table, picked_by(measured, new))
 
 
 def _say_table(table: Path, picked: list[str]) -> None:

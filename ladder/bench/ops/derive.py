@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from ladder.bench.ops.points import BAGS, OpPoint, Variant
 from ladder.comm.capture import Mode
 from ladder.plans import aligned
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 EXPLANATION = """\
 alone: the fastest plain product or lookup. link: bytes received over the measured rate. floor: the
@@ -120,17 +123,68 @@ def records(
     ]
 
 
+def newest_runs(
+    found: Iterable[tuple[K, tuple[str, str], Mapping[str, Any], V]],
+) -> dict[K, list[V]]:
+    """By point what its newest run has. found: the point, a way and its mode, the machine, and what
+    is recorded, the newest last.
+
+    A run begins where a way is there again, or where the facts of the machine are others. Ways that
+    the newest run lacks are no longer compared with those that it has.
+    """
+    runs: dict[K, tuple[Mapping[str, Any], dict[tuple[str, str], V]]] = {}
+    for point, way, about, value in found:
+        if point not in runs or runs[point][0] != about or way in runs[point][1]:
+            runs[point] = about, {}
+        runs[point][1][way] = value
+    return {point: [*run.values()] for point, (_, run) in runs.items()}
+
+
 # -- tables -----------------------------------------------------------------------------------
 
 
-def groups(found: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, list[Any]]]:
-    """(operator, mode) -> point as JSON -> its records."""
-    grouped: dict[tuple[str, str], dict[str, list[Any]]] = {}
+class Case(NamedTuple):
+    """What a table has: an operator in a mode, where its points can be compared."""
+
+    op: str
+    mode: str
+    dtype: str
+    ranks: int
+    gpu: str
+
+    @property
+    def setting(self) -> str:
+        """What is the same for all operators of a run."""
+        gpu = "" if self.gpu == "none" else f", {self.gpu}"
+        return f"{self.dtype}, {self.ranks} ranks{gpu}"
+
+
+def case_of(record: Mapping[str, Any]) -> Case:
+    point = record["point"]
+    gpu = record["machine"].get("gpu", "none")
+    return Case(point["op"], point["mode"], point["dtype"], point["ranks"], gpu)
+
+
+def shared(record: Mapping[str, Any]) -> str:
+    """The point as JSON, without the way that was timed."""
+    own = ("way", "role", "mode")
+    return json.dumps({key: each for key, each in record["point"].items() if key not in own})
+
+
+def by_case(found: Sequence[Mapping[str, Any]]) -> dict[Case, dict[str, list[Any]]]:
+    """Case -> point as JSON -> its records."""
+    grouped: dict[Case, dict[str, list[Any]]] = {}
     for record in found:
-        point = dict(record["point"])
-        key = point["op"], point.pop("mode")
-        point.pop("way"), point.pop("role")
-        grouped.setdefault(key, {}).setdefault(json.dumps(point), []).append(record)
+        points = grouped.setdefault(case_of(record), {})
+        points.setdefault(shared(record), []).append(record)
+    return grouped
+
+
+def groups(found: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, list[Any]]]:
+    """(operator, mode) -> point as JSON -> its records, which are all of one GPU."""
+    grouped: dict[tuple[str, str], dict[str, list[Any]]] = {}
+    for case, points in by_case(found).items():
+        grouped.setdefault((case.op, case.mode), {}).update(points)
     return grouped
 
 
@@ -168,9 +222,8 @@ def _cell(record: Mapping[str, Any]) -> str:
 def text_table(found: Sequence[Mapping[str, Any]]) -> str:
     """The records as text: a table for each operator and mode."""
     parts = []
-    for (op, mode), points in groups(found).items():
-        point = next(iter(points.values()))[0]["point"]
-        head = f"{op}, {mode}, {point['dtype']}, {point['ranks']} ranks, microseconds (E)"
+    for case, points in by_case(found).items():
+        head = f"{case.op}, {case.mode}, {case.setting}, microseconds (E)"
         parts.append(f"{head}\n{aligned(rows(points), left=1)}")
     return "\n\n".join(parts)
 

@@ -11,7 +11,7 @@ from ladder.bench.figures import COLOURS, MUTED, Bar
 from ladder.bench.ops import derive
 from ladder.bench.ops.best import BEST, best_rows, of_role
 from ladder.bench.ops.cases import plain
-from ladder.bench.ops.derive import EXPLANATION, groups, rows, sizes
+from ladder.bench.ops.derive import EXPLANATION, by_case, case_of, newest_runs, rows, shared, sizes
 from ladder.bench.ops.points import BACK, BAGS, EXPERTS, FEW, SEND
 from ladder.bench.report import NO_FIGURES, Aside, Figure, Heading, PagePart, Table, page
 from ladder.ops.registry import ANY_ORDER
@@ -21,18 +21,15 @@ ROLE_COLOURS = {"collective": COLOURS["standard"], "torch": COLOURS["hybrid"]}
 
 
 def write_page(records: Records) -> str:
-    """The page of records, of which newer ones of the same point replace older ones."""
-    records = latest(records)
+    """The page of records: of each point those of its newest run."""
+    records = newest(records)
     parts: list[PagePart] = []
-    for (op, mode), points in groups(records).items():
-        members = [record for each in points.values() for record in each]
-        point = members[0]["point"]
-        parts.append(Heading(f"{op}, {mode}"))
+    for case, points in by_case(records).items():
+        parts.append(Heading(f"{case.op}, {case.mode}, {case.setting}"))
         if figures.available():
-            parts += _figures(op, points)
+            parts += _figures(case.op, points)
         head, *cells = rows(points)
-        about = f"Microseconds (E), {point['dtype']}, {point['ranks']} ranks"
-        parts.append(Table(head, cells, about))
+        parts.append(Table(head, cells, f"Microseconds (E), {case.setting}"))
     parts.append(Aside("Columns", EXPLANATION))
     head, *cells = best_rows(records)
     parts += [Heading("The fastest implementation of each point"), Table(head, cells)]
@@ -44,29 +41,44 @@ def write_page(records: Records) -> str:
 
 
 def latest(records: Records) -> Records:
-    """The newest record of each point."""
+    """The newest record of each way, whatever run it is of: for figures that join runs."""
     return [*{json.dumps(record["point"]): record for record in records}.values()]
+
+
+def newest(records: Records) -> Records:
+    """The records of the newest run of each point on each kind of GPU."""
+    runs = newest_runs(
+        ((shared(each), case_of(each).gpu), (each["point"]["way"], each["point"]["mode"]),
+         each["machine"], each)
+        for each in records
+    )  # fmt: skip
+    return [record for run in runs.values() for record in run]
 
 
 def finding(records: Records) -> str:
     """The main result in a sentence."""
-    ranges = picked_ranges(latest(records))
+    ranges = picked_ranges(newest(records))
     if not ranges:
         return "No overlap efficiency of what is picked has been measured."
     return f"Overlap efficiency of what is picked: {'; '.join(ranges)}."
 
 
 def picked_ranges(records: Records) -> list[str]:
-    """By operator, the range of E of what is picked, and how often it is below 0."""
+    """By operator, the range of E of what is picked, and how often it is below 0; of each dtype,
+    number of ranks and GPU, where it has several."""
+    settings: dict[str, set[str]] = {}
+    for record in records:
+        settings.setdefault(record["point"]["op"], set()).add(case_of(record).setting)
     found: dict[str, list[float]] = {}
     for record in records:
         op, result = record["point"]["op"], record["result"]
+        where = f", {case_of(record).setting}," if len(settings[op]) > 1 else ""
         if result["efficiency"] is None:
             continue
         if result["picked"]:
-            found.setdefault(op, []).append(result["efficiency"])
+            found.setdefault(f"{op}{where}", []).append(result["efficiency"])
         if result["picked_any"] and plain(op) == ANY_ORDER:
-            found.setdefault(f"{op} in any order", []).append(result["efficiency"])
+            found.setdefault(f"{op} in any order{where}", []).append(result["efficiency"])
     return derive.ranges(found)
 
 

@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ladder.bench.ops.derive import Result, Timed, ranges
+from ladder.bench.ops.derive import Result, Timed, newest_runs, ranges
 from ladder.bench.ops.points import (
     FLOATS,
     OPS,
-    OpPoint,
     Variant,
     point_of,
     product_of,
@@ -207,7 +206,7 @@ def recorded_points(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Meas
 
     Raises UserError for a record that lacks a field, or has one that there is not.
     """
-    runs: dict[tuple[str, OpPoint, str], dict[tuple[str, str], tuple[Timed, Result]]] = {}
+    read = []
     for record in records:
         try:
             point, way = point_of(record["point"]), record["point"]["way"]
@@ -217,22 +216,21 @@ def recorded_points(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Meas
                     raise KeyError(value)
             result, about = Result(**record["result"]), record["machine"]
             device = "cpu" if about["gpu"] == "none" else about["gpu"]
-            run = runs.setdefault((source_of(about), product_of(point), device), {})
+            key = source_of(about), product_of(point), device
         except (KeyError, TypeError) as error:
             raise UserError(
                 f"--records: a record lacks a field, or has one that is unknown ({error}); name "
                 f"files that `ladder bench ops` has written"
             ) from error
-        if (way, mode) in run:
-            run.clear()  # it begins anew
         variant = recorded(way, point.op) if role == "operator" else None
-        run[way, mode] = Timed(way, role, mode, (), result.error, variant=variant), result
+        timed = Timed(way, role, mode, (), result.error, variant=variant)
+        read.append((key, (way, mode), about, (timed, result)))
     found: dict[str, list[Measured]] = {}
-    for (source, point, device), run in runs.items():
+    for (source, point, device), run in newest_runs(read).items():
         exact, dtype = sizes_of(point), FLOATS[point.dtype]
         sizes = bucket(exact)
         call = Call(point.op, device, dtype, point.ranks, sizes, exact=exact)
-        found.setdefault(source, []).append((call, [*run.values()]))
+        found.setdefault(source, []).append((call, run))
     return found
 
 

@@ -9,7 +9,7 @@ into memory together take turns, so that drift of the machine affects all of the
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +100,18 @@ def checked_points(options: Any, device: torch.device) -> list[TrainingPoint]:
             f"--micro-batch={options.micro_batch} does not divide --batch={options.batch}; choose "
             f"a divisor"
         )
-    found = points(options)
-    if not found:
+    found = []
+    wanted = points(options)
+    if not wanted:
         raise UserError(
             "--plans none needs a layout with tpN, such as tp4: without TP there is no reduce"
         )
-    for point in found:
+    for point in wanted:
         recipe = recipe_of(point)
         make_mesh(device, recipe.tp, recipe.dp_shard)
         shape = shape_of(point, options.tp_degree)
         if recipe.sequence_parallel:
             check_sequence_parallel(shape, recipe.tp)
             recipe.check_rows(point.micro_batch)
+        found.append(replace(point, tp_degree=shape.tp_degree))
     return found

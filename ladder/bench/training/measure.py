@@ -33,6 +33,7 @@ from ladder.parallel.apply import make_model
 from ladder.parallel.data import data_parallel
 from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import local_parameters
+from ladder.records import file_name
 from ladder.train.config import TrainConfig
 from ladder.train.optim import make_optimizer
 from ladder.train.prefetch import Batch, MicroBatch
@@ -200,7 +201,8 @@ def trace_passes(timed: TimedStep, device: torch.device, out: Path) -> dict[str,
     hidden: the share of the communication that ran under computation.
     """
     number = len(list(out.glob("trace-*.json.gz")))
-    file = out / f"trace-{number:03d}-{timed.point.layout}-{timed.point.plan}.json.gz"
+    name = file_name(f"{timed.point.layout}-{timed.point.plan}")
+    file = out / f"trace-{number:03d}-{name}.json.gz"
     part, loss = timed.batch.parts[0], torch.zeros(())
 
     def forward() -> None:

@@ -69,7 +69,8 @@ def parse_layout(text: str) -> Layout:
 
 @dataclass(frozen=True)
 class TrainingPoint:
-    """One configuration to time. no_comm: without the sublayers' reduces."""
+    """One configuration to time. no_comm: without the sublayers' reduces. tp_degree: T of a plan
+    that depends on it; None for other plans, and in old records."""
 
     model: str
     layers: int
@@ -82,6 +83,7 @@ class TrainingPoint:
     checkpointing: str
     compile: bool
     no_comm: bool = False
+    tp_degree: int | None = None
 
 
 def points(options: Any) -> list[TrainingPoint]:

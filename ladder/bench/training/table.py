@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 from ladder.bench.training.points import TrainingPoint
@@ -34,11 +34,8 @@ def cells(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     found = {TrainingPoint(**each["point"]): each["result"] for each in records}
     rows: list[tuple[str, ...]] = []
     for point, result in found.items():
-        own = {**asdict(point), "no_comm": True}
-        no_comm = None if point.no_comm else found.get(TrainingPoint(**own))
-        standard = found.get(
-            TrainingPoint(**{**asdict(point), "plan": "standard", "no_comm": False})
-        )
+        no_comm = None if point.no_comm else found.get(replace(point, no_comm=True))
+        standard = found.get(replace(point, plan="standard", no_comm=False, tp_degree=None))
         exposed = f"{result['step_ms'] / no_comm['step_ms'] - 1:.1%}" if no_comm else "-"
         speed = f"{standard['step_ms'] / result['step_ms']:.3f}" if standard else "-"
         times, passes = result["steps_ms"], result.get("trace", {}).values()

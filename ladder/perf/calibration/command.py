@@ -52,7 +52,7 @@ def main(options: Any) -> int:
     world, head, out = launch.world_size(), launch.rank() == 0, Path(options.out)
     cuda = device.type == "cuda"
     gpu = torch.cuda.get_device_name(device) if cuda else "none"
-    before = launch.on_first(lambda: begun(out, gpu, world, options.only))
+    before = launch.on_first(lambda: begun(out, gpu, world))
     push = cuda and world > 1 and common_push_refusal(world) is None
     # Of a model's mesh: its NCCL has priority over products, without which all thread blocks of
     # products that are queued before it would run first.
@@ -63,23 +63,31 @@ def main(options: Any) -> int:
     wanted = (part for part in each if family(part.name) in only)
     if not head:
         before = Machine(out.stem, gpu, world, {})
-    found = measure(wanted, before, out if head else None, deadline, provenance(gpu, world))
+    about = provenance(gpu, world)
+    found = measure(wanted, before, out if head else None, deadline, about)
     if head:
-        print(table(found.machine))
-        print(f"{out}: {len(found.machine.values)} values and {len(found.machine.curves)} curves "
+        machine, incomplete = found.machine, found.left_out or found.failed
+        if not (options.only or incomplete):
+            machine = replace(measured_by(machine, about), name=out.stem)
+            write(machine, out)
+        print(table(machine))
+        print(f"{out}: {len(machine.values)} values and {len(machine.curves)} curves "
               f"of {gpu} x{world}")  # fmt: skip
         for line in found.left_out:
             print(f"left out, the budget of {options.budget:g} minutes is spent: {line}")
         for line in found.failed:
             print(f"failed: {line}")
-        for line in found.machine.missing:
+        if incomplete and (before.values or before.curves):
+            print(f"{out} still has what it had of what was not measured")
+        for line in machine.missing:
             print(f"missing: {line}")
         sys.stdout.flush()
     return 1 if found.failed else 0
 
 
-def begun(out: Path, gpu: str, world: int, only: object) -> Machine:
-    """The machine before anything is measured: with `only`, that of the file, if there is one.
+def begun(out: Path, gpu: str, world: int) -> Machine:
+    """The machine before anything is measured: that of the file, if there is one, whose parts stay
+    until they are measured anew.
 
     Raises UserError for a file that describes another machine, or none: it would be lost.
     """
@@ -95,7 +103,14 @@ def begun(out: Path, gpu: str, world: int, only: object) -> Machine:
             f"--out={out} describes {found.gpus} x {found.gpu}, and this measures {world} x {gpu}; "
             f"name another file"
         )
-    return found if only else Machine(out.stem, gpu, world, {})
+    return found
+
+
+def measured_by(machine: Machine, about: str) -> Machine:
+    """The machine without what an earlier run left: parts that no run measures any more."""
+    values = {name: each for name, each in machine.values.items() if each.provenance == about}
+    curves = tuple(each for each in machine.curves if each.provenance == about)
+    return replace(machine, values=values, curves=curves, links=links(curves, machine.gpus))
 
 
 def measure(
