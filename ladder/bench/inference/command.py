@@ -272,6 +272,7 @@ def cold_starts(job: InferenceRun, ranks: int) -> int:
     file = job.out / COLD
     done = finished(file, "cold")
     cases = [[point for point in case if not point.no_comm] for case in cases]
+    cases = [case for case in cases if case]
     # It names the GPU, which starts CUDA here: not before the first start, unless to compare.
     here = cold_machine() if done else {}
     for case in cases if done else ():
