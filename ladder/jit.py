@@ -126,6 +126,17 @@ def on_triton(tensor: Tensor) -> bool:
     return True
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes a GPU the current one inside a `with`: new streams, events and captures are on that.
+
+    A capture on another one would record nothing of a model's work. torch's own context takes
+    longer than the question whether it is needed.
+    """
+    here = device.type != "cuda" or device.index is None
+    here = here or device.index == torch.cuda.current_device()
+    return contextlib.nullcontext() if here else torch.cuda.device(device)
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -144,9 +155,7 @@ def launch(
         kernel[grid](*args, PDL=False, num_warps=num_warps, **meta)
         return
     dependent = dependent and has_dependent_launch(device)
-    # torch's context takes longer than the question whether it is needed.
-    here = device.index is None or device.index == torch.cuda.current_device()
-    with contextlib.nullcontext() if here else torch.cuda.device(device):
+    with on_device(device):
         compiled = kernel[grid](
             *args, PDL=dependent, num_warps=num_warps, launch_pdl=dependent, **meta
         )

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder.bench.options import SIZES
 from ladder.comm import symmetric
 from ladder.comm.access import push_refusal
 from ladder.comm.push import PushAllReduce, reference_all_reduce
@@ -42,7 +43,7 @@ THEIRS = ("nccl", "torch one-shot", "torch two-shot")
 OURS = ("push", "two-shot")
 RESULTS = "comm.jsonl"
 # A dispatch table is of these sizes, the default ones, and of this type: its bounds are bytes.
-TABLE_SIZES, TABLE_DTYPE = tuple(2**n for n in range(13, 27)), "bfloat16"
+TABLE_SIZES, TABLE_DTYPE = SIZES, "bfloat16"
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 
 

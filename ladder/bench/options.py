@@ -8,6 +8,8 @@ from pathlib import Path
 
 from ladder.next_step import PROMPT, say_next
 
+SIZES = tuple(2**n for n in range(13, 27))  # bytes of the all-reduces of `ladder bench comm`
+
 
 def add_inference_options(parser: argparse.ArgumentParser) -> None:
     # Options that are not given come from the suite, or from ladder.bench.inference's Settings.
@@ -96,7 +98,7 @@ def add_comm_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         metavar="BYTES",
-        default=[2**n for n in range(13, 27)],
+        default=list(SIZES),
         help="message sizes (8 KiB to 64 MiB, doubling)",
     )
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16 or float32")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ladder.costs import BF16, cache_bytes, inference_bytes
+from ladder.jit import on_device
 from ladder.models.reducer import Reducer
 from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import local_tensor
@@ -31,15 +31,6 @@ Owner = TypeVar("Owner", bound=Placed)
 def device_of(model: Transformer) -> torch.device:
     """Where its weights are."""
     return local_tensor(model.model.embed_tokens.weight).device
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes a GPU the current one inside a `with`: new streams, events and captures are on that.
-
-    A capture on another one would record nothing of the model's work.
-    """
-    here = device.type != "cuda" or device.index in (None, torch.cuda.current_device())
-    return contextlib.nullcontext() if here else torch.cuda.device(device)
 
 
 def on_its_device(

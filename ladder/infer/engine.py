@@ -24,7 +24,6 @@ from ladder.infer.cache import Cache, check_cache_kind
 from ladder.infer.devices import (
     device_of,
     least_free,
-    on_device,
     on_its_device,
     pass_bytes,
     release,
@@ -37,6 +36,7 @@ from ladder.infer.load import load_for_inference, refuse_device
 from ladder.infer.prompts import padded_width, token_ids
 from ladder.infer.sampling import Sampling, choose_greedily, choose_parallel, draws
 from ladder.infer.settings import check_count, check_ids
+from ladder.jit import on_device
 from ladder.kernels.carveout import DRIVERS, carveout, least
 from ladder.kernels.choice import GreedyChoice
 from ladder.models.errors import UserError
