@@ -86,7 +86,7 @@ def _attention_kernel(
     bias, q_gain, k_gain, scale, eps, L, batch_stride, head_stride,
     BIAS: tl.constexpr, NORM: tl.constexpr,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, GC: tl.constexpr, HALF: tl.constexpr,
-    HP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
+    HP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
     PIECE: tl.constexpr, LEAST: tl.constexpr, KIND: tl.constexpr,
     EXACT: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -200,7 +200,7 @@ def _attention_kernel(
         if arrive(arrived + row, SPLITS, "gpu"):
             tl.debug_barrier()
             # [split, query head, element], PIECE heads at a time: every load before the first use.
-            s = tl.arange(0, SPLITS)[:, None, None]
+            s = tl.arange(0, SP)[:, None, None]  # from SPLITS on, none is used
             c = d[None, None, :]
             # What is moved out of the loop would need registers in it.
             for start in tl.range(0, G, PIECE, disable_licm=True):
@@ -321,6 +321,7 @@ def decode_attention(
         GP=max(16, triton.next_power_of_2(group)),
         GC=triton.next_power_of_2(group), HALF=head_dim // 2,
         HP=max(16, triton.next_power_of_2(head_dim // 2)), DP=dims, BN=block, SPLITS=splits,
+        SP=triton.next_power_of_2(splits),
         PIECE=heads_at_once(group, splits, dims), LEAST=127 + storage.LEAST_CACHED,
         KIND=multiplied(torch.float16 if pairs else qkv.dtype),
         EXACT="ieee" if qkv.dtype == torch.float32 else "tf32", PAIRS=pairs, num_warps=warps,

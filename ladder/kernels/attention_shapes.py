@@ -16,8 +16,9 @@ FEW = 8  # sequences times KV heads
 # weights in 8 bits.
 BESIDE, ALONE, SHORT = 64, 128, 32
 MAX_SPLITS = 128
-LONG = 128  # blocks: of 64 keys, 8k tokens
+LONG = 64  # blocks: of 64 keys, 4k tokens
 LONG_OF_FEW = 1024  # blocks: 64k tokens
+OVERHEAD = 3  # blocks: what a program takes beside its keys, as reading so many does
 CHEAP_SPLITS = 32  # up to here the combination is not weighed against the reading
 COMBINED = 128 * 128  # numbers combined at once: 128 registers of each thread of 4 warps
 PAIRED = (32, 64, 128, 256)  # sizes of heads whose halves make pairs without padding
@@ -55,10 +56,16 @@ def shape(
         return largest, 1, 8, 2 if single else 3
     # At most 16 KiB per block of keys with 4 warps: larger blocks spill registers.
     block = max(16, min(64, 16384 // row_bytes))
-    if sequences_and_heads >= FULL:
-        return block, 1, 4, 4
-    found = splits(sequences_and_heads, triton.cdiv(length, block), beside, eight_bits)
-    return block, min(found, most), 4, 2 if single else 3
+    blocks = triton.cdiv(length, block)
+    if sequences_and_heads >= FULL and blocks < LONG:
+        # Two programs on an SM have shared memory for three stages each.
+        two = MULTIPROCESSORS < sequences_and_heads <= 2 * MULTIPROCESSORS
+        return block, 1, 4, 3 if two else 4
+    found = min(splits(sequences_and_heads, blocks, beside, eight_bits), most)
+    # Of a pair of programs on an SM, one with as many warps: 1 to 5 % less time.
+    if sequences_and_heads > FEW and blocks >= LONG and not (found % 2 or e4m3 or single):
+        return largest, found // 2, 8, 3
+    return block, found, 4, 2 if single else 3
 
 
 def splits_of_pairs(sequences_and_heads: int, blocks: int, beside: bool = False) -> int:
@@ -69,6 +76,8 @@ def splits_of_pairs(sequences_and_heads: int, blocks: int, beside: bool = False)
     program on each SM, or few sequences some 8 splits: 3 to 6 % less of a ladder's steps of 2 to 32
     sequences of an 8B at TP 4. With weights in fp8 that took 6 % more.
     """
+    if sequences_and_heads > FEW and blocks >= LONG:
+        return even_splits(sequences_and_heads, blocks)
     beside &= blocks <= SHORT
     wanted = (1 if beside and sequences_and_heads < FULL else 2) * MULTIPROCESSORS
     wanted = max(1, wanted // sequences_and_heads)
@@ -81,7 +90,9 @@ def splits_of_pairs(sequences_and_heads: int, blocks: int, beside: bool = False)
 def splits(
     sequences_and_heads: int, blocks: int, beside: bool = False, eight_bits: bool = False
 ) -> int:
-    """How many programs share the `blocks` blocks of keys of one KV head: a power of two.
+    """How many programs share the `blocks` blocks of keys of one KV head.
+
+    From LONG blocks on, `even_splits`, but of few sequences. Else a power of two:
 
     One program for each SM: two took 2 to 4 % more of a step of 16 and 33 sequences with 2 KV
     heads. Few sequences have CHEAP_SPLITS at least, since they wait for memory more than they read,
@@ -92,10 +103,11 @@ def splits(
     heads of 128, those of 128 splits are 512 KiB, at least 5 us; the keys and values of 8192 tokens
     on 2 KV heads are 8 MiB, 2 us at 4.2 TB/s. So few sequences have more than CHEAP_SPLITS only
     where there are SMs for them and a split has at least four blocks: a sequence of 8192 tokens
-    took 1 to 5 % less of a step with 32 splits than with 64. In long contexts reading takes
-    longest, and two programs on each SM have more loads in flight; more of them gain nothing
-    (docs/results/inference.md).
+    took 1 to 5 % less of a step with 32 splits than with 64. From 64k tokens on reading takes
+    longest, and two programs on each SM have more loads in flight.
     """
+    if sequences_and_heads > FEW and blocks >= LONG:
+        return even_splits(sequences_and_heads, blocks)
     one_each = -(-MULTIPROCESSORS // sequences_and_heads)
     wanted = one_each
     if sequences_and_heads <= FEW:
@@ -104,11 +116,25 @@ def splits(
         if blocks <= SHORT and (beside or not eight_bits):
             cheap = min(cheap, (BESIDE if beside else ALONE) // sequences_and_heads)
         wanted = max(cheap, min(most, blocks // 4, MAX_SPLITS))
-    elif blocks >= LONG:
-        wanted = min(2 * one_each, blocks // 4)
     return min(1 << (wanted.bit_length() - 1), triton.next_power_of_2(blocks))
+
+
+def even_splits(sequences_and_heads: int, blocks: int) -> int:
+    """As `splits`, of long contexts: the number whose programs end first, two on each SM at a time.
+
+    A last round that leaves many SMs idle costs most: 20 sequences with 2 KV heads, over 32k tokens
+    in e4m3, took 136 us with 4 splits (160 programs) and 93 with 6 (docs/results/inference.md).
+    Each split is taken to cost 1 % more.
+    """
+
+    def time(splits: int) -> int:
+        rounds = triton.cdiv(sequences_and_heads * splits, 2 * MULTIPROCESSORS)
+        return rounds * (triton.cdiv(blocks, splits) + OVERHEAD) * (100 + splits)
+
+    return min(range(1, CHEAP_SPLITS + 1), key=time)
 
 
 def heads_at_once(group: int, splits: int, dims: int) -> int:
     """Query heads of which one program combines the splits at once, without spilled registers."""
-    return max(1, min(triton.next_power_of_2(group), COMBINED // (splits * dims)))
+    most = COMBINED // (triton.next_power_of_2(splits) * dims)
+    return max(1, min(triton.next_power_of_2(group), most))

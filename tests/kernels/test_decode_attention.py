@@ -29,6 +29,7 @@ CACHES = [  # batch, query heads, KV heads, length, head_dim
     on("cuda", 2, 40, 1, 500, 128),
     on("cuda", 1, 8, 1, 32768, 128),  # 128 splits, a head at a time
     on("cuda", 2, 4, 2, 300, 256),
+    *(on("cuda", *s) for s in ((20, 8, 2, 4352, 128), (24, 8, 2, 4352, 128), (9, 3, 1, 9000, 64))),
 ]
 
 
@@ -45,17 +46,22 @@ def test_decode_attention(
 
 
 @pytest.mark.parametrize(
-    ("device", "heads", "used"),
+    ("device", "heads", "splits", "used"),
     [
-        on("interpreter", *s, slow=s == (8, 128))
-        for s in ((8, 1), (5, 2), (8, 31), (5, 32), (5, 33), (8, 128))
+        on("interpreter", *s, slow=s[1:] == (128, 128))
+        for s in ((8, 128, 1), (5, 128, 2), (8, 128, 31), (5, 128, 32), (5, 128, 33), (8, 128, 128),
+                  (5, 5, 1), (5, 5, 4), (5, 5, 5), (5, 5, 19), (4, 11, 9), (3, 11, 24))
     ],
-)
-def test_splits_are_combined_some_heads_at_a_time(device: str, heads: int, used: int) -> None:
-    """128 splits of 16 keys, of which the position uses some; the last piece has heads to spare."""
-    length, size, pieces = 128 * 16, 16, 128 * 16 * 2  # two heads at a time
+)  # fmt: skip
+def test_splits_are_combined_some_heads_at_a_time(
+    device: str, heads: int, splits: int, used: int
+) -> None:
+    """Splits of 16 keys or more, of which the position uses some, in any number; the last piece has
+    heads to spare."""
+    length, size = 128 * 16, 16
+    pieces = 2 * size * (1 << (splits - 1).bit_length())  # two heads at a time
     with (
-        mock.patch.object(attention, "shape", return_value=(16, 128, 4, 3)),
+        mock.patch.object(attention, "shape", return_value=(16, splits, 4, 3)),
         mock.patch.object(attention_shapes, "COMBINED", pieces),
     ):
         check_decode_attention(device, (heads, 1, size), length, torch.float32, False,
@@ -64,27 +70,31 @@ def test_splits_are_combined_some_heads_at_a_time(device: str, heads: int, used:
 
 def test_splits_of_long_contexts() -> None:
     """One program per SM, two of few sequences; beyond 32 splits one again, with four blocks; two
-    from 8k tokens on, or of few sequences from 64k."""
+    from 64k tokens on. Of others from 4k tokens on, what ends first with two on each SM."""
     sizes = {1: 1024, 2: 2048, 8: 8192, 16: 16384, 32: 32768, 128: 131072}
     found = {
         pairs: [attention_shapes.splits(pairs, length // 64) for length in sizes.values()]
-        for pairs in (1, 2, 3, 8, 16, 32, 66)
+        for pairs in (1, 2, 3, 8, 9, 16, 32, 40, 66, 320)
     }
     assert found == {
         1: [16, 32, 32, 64, 128, 128],
         2: [16, 32, 32, 64, 64, 128],
         3: [16, 32, 32, 32, 32, 64],
         8: [16, 16, 32, 32, 32, 32],
+        9: [8, 8, 26, 29, 29, 29],
         16: [8, 8, 16, 16, 16, 16],
         32: [4, 4, 8, 8, 8, 8],
+        40: [4, 4, 6, 6, 6, 13],
         66: [2, 2, 4, 4, 4, 4],
+        320: [1, 1, 4, 4, 4, 4],
     }
     for dims in (16, 64, 128, 256):
-        for pairs in (1, 2, 32):
+        for pairs in (1, 2, 32, 40, 9):
             splits = attention_shapes.shape(pairs, 131072, dims, 2 * dims)[1]
             for group in (1, 3, 8):
                 heads = attention_shapes.heads_at_once(group, splits, dims)
                 assert splits * heads * dims <= attention_shapes.COMBINED
+                assert heads == 1 << (heads.bit_length() - 1)
 
 
 def test_splits_of_few_sequences() -> None:
@@ -101,7 +111,8 @@ def test_splits_of_few_sequences() -> None:
 
 def test_shapes_over_pairs_of_e4m3() -> None:
     """Two programs per SM; of few sequences 32 splits, or four blocks of 128 keys each; blocks of
-    64 where no split would be without one. None beyond the keys."""
+    64 where no split would be without one. None beyond the keys. From 4k tokens on others than few
+    have what ends first."""
     found = {
         pairs: [
             attention_shapes.shape(pairs, length, 128, 256, e4m3=True, pairs=True)[:2]
@@ -118,9 +129,9 @@ def test_shapes_over_pairs_of_e4m3() -> None:
         8: [*few, large[32], large[32]],
         16: [large[1], (64, 16), *[large[16]] * 4],
         32: [large[1], *[large[8]] * 5],
-        96: [large[1], *[large[2]] * 5],
+        96: [large[1], *[large[2]] * 2, (128, 5), large[8], large[8]],
         256: [large[1]] * 6,
-        300: [large[1]] * 6,
+        300: [*[large[1]] * 3, large[4], (128, 7), (128, 7)],
     }
     assert attention_shapes.shape(32, 8192, 256, 512, e4m3=True, pairs=True)[:2] == (64, 8)
     for length, eight_bits, expected in (
@@ -140,7 +151,14 @@ def test_shapes_of_programs() -> None:
     """Programs that fill a GPU read with 4 warps, but for e4m3 and float32; and no more stages are
     asked for than a GPU of compute capability 8.6 has shared memory for."""
     shape = attention_shapes.shape
+    assert [shape(n, 1152, 128, 256)[3] for n in (128, 133, 264, 265)] == [4, 3, 3, 4]
     assert shape(128, 1152, 128, 256) == (64, 1, 4, 4)
+    assert shape(128, 63 * 64, 128, 256) == (64, 1, 4, 4) != shape(128, 64 * 64, 128, 256)
+    assert [shape(n, 8320, 128, 256) for n in (128, 144)] == [(128, 1, 8, 3), (64, 5, 4, 3)]
+    assert [shape(n, 8320, 128, 256) for n in (8, 34, 40)] == [
+        (64, 32, 4, 3), (64, 7, 4, 3), (128, 3, 8, 3)
+    ]  # fmt: skip
+    assert shape(40, 8320, 128, 512) == (32, 6, 4, 2)
     assert shape(128, 1152, 128, 256, e4m3=True) == (128, 1, 8, 3)
     assert shape(128, 1152, 128, 512) == (64, 1, 8, 2)
     assert shape(32, 1152, 128, 256) == (64, 4, 4, 3)
