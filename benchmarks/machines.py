@@ -31,7 +31,7 @@ from machines_by_hand import (
 
 from ladder.perf.calibration.options import family, family_of_value
 from ladder.perf.links import fit_link
-from ladder.perf.machine import BETWEEN_GPUS, OF_STEPS, Curve, Link, Machine, Value
+from ladder.perf.machine import ATTENTION, BETWEEN_GPUS, OF_STEPS, Curve, Link, Machine, Value
 from ladder.perf.machine_files import FOLDER, OLDER, read, with_steps_of, write
 from ladder.perf.prediction.fitting import calibrated, calibrations, fit_prompts, fit_steps
 from ladder.perf.prediction.records import RANK, predicted
@@ -107,6 +107,8 @@ STEPS_CALIBRATION = (
     "2026-11-27-inference-keys-64-h200x4.jsonl",
     "2026-11-27-fp8-again-h200x4.jsonl",
 )
+# And attention over long contexts and over a cache in fp8, of kernels from 48081be on.
+LONG_MEASURED, LONG_KEYS = "2026-11-30-machine-attention-h200x1.json", 4096
 # And by weights in fp8, whose products O and down take float16.
 HALVES_CALIBRATION = (*STEPS_CALIBRATION[:2], "2026-11-28-fp8-halves-h200x4.jsonl")
 
@@ -300,10 +302,24 @@ def four_today() -> Machine:
     """The same with today's products and attention. Steps with weights in int8 were not measured
     again: without communication they are as they were."""
     found = with_measured(four_then(), [taken(STEPS_MEASURED, STEPS_PARTS)])
+    found = with_long_attention(found)
     files = [RESULTS / file for file in STEPS_CALIBRATION]
     found = with_halves(with_missing(fit_steps(with_attention_in_steps(found, files), files)))
     curves = (*found.curves, *BOTH_STREAMS)
     return replace(found, values={**found.values, **FITTED_BY_HAND}, curves=curves)
+
+
+def with_long_attention(machine: Machine) -> Machine:
+    """With attention over LONG_KEYS and more keys, and over a cache in fp8, by LONG_MEASURED."""
+    name, taken_of = taken(LONG_MEASURED, ("attention",))
+    found = tuple(
+        replace(each, provenance=f"{each.provenance}; {name}")
+        for each in taken_of.curves
+        if each.name != "attention" or each.where["keys"] >= LONG_KEYS
+    )
+    new = {(each.name, *each.where.items()) for each in found}
+    kept = (each for each in machine.curves if (each.name, *each.where.items()) not in new)
+    return replace(machine, curves=(*kept, *found))
 
 
 def with_halves(machine: Machine) -> Machine:
@@ -339,7 +355,7 @@ def with_attention_in_steps(machine: Machine, files: Sequence[Path]) -> Machine:
             points=tuple((pairs, round(us - less, 3)) for pairs, us in each.points),
             provenance=f"{each.provenance}; {text}",
         )
-        if each.name == "attention"
+        if each.name in ATTENTION.values()
         else each
         for each in machine.curves
     ]

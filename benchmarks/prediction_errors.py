@@ -1,7 +1,8 @@
 """Write ladder/perf/planner/errors.json: `python benchmarks/prediction_errors.py`.
 
 It has predicted microseconds and measured / predicted of the recorded passes to which nothing was
-fitted. The intervals of `ladder predict` are made of it; write it again when predictions change.
+fitted, and the most tokens of their sequences. The intervals of `ladder predict` are made of it;
+write it again when predictions change.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def files() -> list[Path]:
 
 def entries(phases: Iterable[str] = MEASURED) -> list[dict[str, Any]]:
     found: dict[tuple[str, int, str, str, str, bool], list[list[float]]] = {}
+    longest: dict[tuple[str, int, str, str, str, bool], int] = {}
     for machine, phase in itertools.product(map(load, MACHINES), phases):
         for each in scores(files(), machine, phase):
             short = phase == "decode" and each.point.new_tokens < LEAST_TOKENS
@@ -56,9 +58,12 @@ def entries(phases: Iterable[str] = MEASURED) -> list[dict[str, Any]]:
                 key = machine.gpu, gpus, phase, way, each.point.model, each.era == "older"
                 ratio = each.measured / each.predicted
                 found.setdefault(key, []).append([round(1e3 * each.predicted, 1), round(ratio, 3)])
+                tokens = each.point.seq_len if phase == "train" else each.point.prompt
+                longest[key] = max(tokens, longest.get(key, 0))
     return [
         {"gpu": gpu, "gpus": gpus, "phase": phase, "way": way, "model": model,
-         "points": sorted(points)} | ({"older": True} if older else {})
+         "tokens": longest[gpu, gpus, phase, way, model, older], "points": sorted(points)}
+        | ({"older": True} if older else {})
         for (gpu, gpus, phase, way, model, older), points in sorted(found.items())
     ]  # fmt: skip
 

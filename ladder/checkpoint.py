@@ -15,7 +15,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from ladder.models.quantised import declare_quantised, matrices, refuse_cut_bloc
 from ladder.models.storage import QUANTISED
 from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel import launch
-from ladder.parallel.sharding import local_parameters, shard_model
+from ladder.parallel.sharding import fill_in_8_bits, local_parameters, shard_model
 from ladder.reader import TensorReader, read_json, some
 
 SHARD_BYTES = 2**30  # the approximate size of a checkpoint's files; a larger tensor has its own
@@ -290,17 +290,23 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     reducer: str = "async",
+    weights: str | None = None,
 ) -> Transformer:
     """The model of a folder, sharded over `mesh` (None: one process), ready to run.
 
     dtype: None keeps the stored one; of several among its matrices, one that holds all values.
-    reducer: see `shard_model`. Each process reads its own slices. Matrices in 8 bits stay so.
+    reducer: see `shard_model`. weights: a name in QUANTISED, to store matrices so as they are read.
+    Each process reads its own slices. Matrices in 8 bits stay so.
     """
     model, reader = _opened(folder)
     refuse_cut_blocks(model, 1 if mesh is None else mesh.size(), str(folder))
     dtype = dtype or stored_dtype(model, reader)
-    shard_model(model, mesh, device=device, dtype=dtype, reducer=reducer)
-    fill(model, reader)
+    where = "meta" if weights else device
+    shard_model(model, mesh, device=where, dtype=dtype, reducer=reducer)
+    if weights:
+        fill_in_8_bits(model, weights, device, partial(_read, model, reader, 0))
+    else:
+        fill(model, reader)
     return model
 
 
@@ -323,9 +329,16 @@ def fill(model: Transformer, reader: TensorReader, copied: Collection[str] = ())
     """
     with torch.no_grad():
         for name, local, part in local_parameters(model):
-            own = 1 if name in copied else 0
-            reader.check_shape(name, model.shapes[name][own:])
-            local.copy_(reader.part(name, part[own:]))
+            _read(model, reader, 1 if name in copied else 0, name, local, part)
+
+
+def _read(
+    model: Transformer, reader: TensorReader, own: int, name: str, local: Tensor,
+    part: tuple[slice, ...],
+) -> None:  # fmt: skip
+    """Copy a parameter's slices from its tensor, which lacks `own` of its first dimensions."""
+    reader.check_shape(name, model.shapes[name][own:])
+    local.copy_(reader.part(name, part[own:]))
 
 
 def check_model(folder: Path) -> None:

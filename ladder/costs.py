@@ -145,8 +145,12 @@ def cache_bytes(config: ModelConfig, tp: int, tokens: float, cache: str = "bf16"
     """
     held = max(1, (config.tp_degree or tp) // tp)  # virtual ranks
     heads = held * max(1.0, config.num_kv_heads / (tp * held))
-    each = BF16 * config.head_dim if cache == "bf16" else config.head_dim + 1
-    return config.num_layers * 2 * heads * each * tokens
+    return config.num_layers * heads * head_bytes_of_token(config, cache) * tokens
+
+
+def head_bytes_of_token(config: ModelConfig, cache: str) -> int:
+    """Bytes of one head's key and value of a token; cache: as of `cache_bytes`."""
+    return 2 * (BF16 * config.head_dim if cache == "bf16" else config.head_dim + 1)
 
 
 def decode_bytes(

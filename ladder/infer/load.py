@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import (
     WEIGHTS,
@@ -22,7 +25,6 @@ from ladder.models.errors import UserError, unknown
 from ladder.models.layers import local
 from ladder.models.quantised import (
     matrices,
-    quantise_model,
     refuse_rounding,
     round_activations,
 )
@@ -34,6 +36,7 @@ from ladder.parallel.mesh import make_mesh
 from ladder.parallel.prefill import FusedPrompts
 
 ACTIVATIONS = ("auto", "fp8")
+Result = TypeVar("Result")
 
 
 def as_dtype(name: str) -> torch.dtype | None:
@@ -98,20 +101,25 @@ def refuse_device(
             )
 
 
-def agreed(work: Callable[[], None]) -> None:
-    """Do this on every rank; an error of one rank is every rank's."""
+def agreed(work: Callable[[], Result]) -> Result:
+    """What this gives, done on every rank; an error of one rank is every rank's."""
+    given: list[Result] = []
     wrong = ""
     try:
-        work()
+        given.append(work())
     except UserError as error:
         wrong = str(error)
     if found := [each for each in launch.gathered(wrong) if each]:
         raise UserError(found[0])
+    return given[0]
 
 
-def quantise_shards(model: Transformer, kind: str) -> None:
-    """`quantise_model` on every rank; an error of one rank is every rank's."""
-    agreed(lambda: quantise_model(model, kind))
+def load_stored(
+    folder: Path, kind: str | None, mesh: DeviceMesh | None, **options: Any
+) -> Transformer:
+    """`load_model` with matrices stored in `kind`; an error of one rank is then every rank's."""
+    load = functools.partial(load_model, folder, mesh, weights=kind, **options)
+    return load() if kind is None else agreed(load)
 
 
 def set_activations(model: Transformer, kind: str) -> None:
@@ -191,8 +199,9 @@ def load_for_inference(
         )
     reader = TensorReader(found, WEIGHTS, quantised=stored is not None)
     refuse_damage(reader, "use another checkpoint of the run")
-    model = load_model(
+    model = load_stored(
         found,
+        kind,
         None if mesh is None else mesh["tp"],
         device=joined,
         dtype=wanted,
@@ -201,8 +210,6 @@ def load_for_inference(
     model.config.refuse_no_comm()
     if reducer == "fused":
         fuse_prompts(model)
-    if kind is not None:
-        quantise_shards(model, kind)
     set_activations(model, activations)
     model.eval()
     return model

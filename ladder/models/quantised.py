@@ -14,7 +14,7 @@ Scales are float32, or for blocks the exponent of a float32: scale = 2^(byte - 1
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -200,8 +200,12 @@ def cuts_blocks(matrix: ParallelLinear, parts: int) -> bool:
 
 
 @torch.no_grad()
-def quantise_model(model: Transformer, kind: str) -> None:
+def quantise_model(
+    model: Transformer, kind: str, made: Callable[[str], Tensor] | None = None
+) -> None:
     """Store a loaded model's matrices in 8 bits, in place, one after another.
+
+    made: makes the weight of this name, of a matrix that is still on `meta`.
 
     Norms are folded into the matrices that read them, and their weights become 1. A rank has the
     scales of its own rows; of a row that is split over ranks each has its own part's, whose blocks
@@ -215,7 +219,11 @@ def quantise_model(model: Transformer, kind: str) -> None:
         gain = None
         if name in norms:
             gain = local(model.get_submodule(norms[name]).weight).flatten()
-        found = quantise(local(matrix.weight), kind, f"{name}.weight", gain)
+        weight = local(matrix.weight)
+        if made is not None and weight.is_meta:
+            weight = made(f"{name}.weight")
+        found = quantise(weight, kind, f"{name}.weight", gain)
+        del weight  # before the next one is made
         _hold(model, name, *found)
     for norm in {*norms.values()}:
         local(model.get_submodule(norm).weight).fill_(1.0)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ladder.models.errors import UserError, unknown
 from ladder.models.parameters import chunk
+from ladder.models.quantised import matrices, quantise_model
 from ladder.models.ranks import Ranks
 from ladder.models.reducer import Reducer
 from ladder.models.seeds import spread
@@ -179,6 +180,30 @@ def initialise(model: Transformer, seed: int) -> None:
         full = torch.empty(model.shapes[name])
         model.initialise(full, name, generator)
         local.copy_(full[part])
+
+
+@torch.no_grad()
+def fill_in_8_bits(
+    model: Transformer, kind: str, device: torch.device | str,
+    fill: Callable[[str, Tensor, tuple[slice, ...]], object],
+) -> None:  # fmt: skip
+    """Fill a model whose shards are on `meta`, on `device`, with its matrices stored in 8 bits.
+
+    fill: is called with what `local_parameters` gives. A matrix is stored as soon as it is filled,
+    so that the model is never there in 16 bits.
+    """
+    _check_memory(model, torch.device(device), torch.int8)
+    found = {name: (local, part) for name, local, part in local_parameters(model)}
+
+    def made(name: str) -> Tensor:
+        shape, part = found[name]
+        local = torch.empty_like(shape, device=device)
+        fill(name, local, part)
+        return local
+
+    later = {f"{name}.weight" for name, _ in matrices(model)}
+    _replace_parameters(model, lambda name, old: old if name in later else nn.Parameter(made(name)))
+    quantise_model(model, kind, made)
 
 
 @torch.no_grad()

@@ -17,7 +17,13 @@ from __future__ import annotations
 import math
 from statistics import NormalDist
 
-from ladder.costs import BF16, MULTIPROCESSORS, product_shapes, stored_bytes
+from ladder.costs import (
+    BF16,
+    MULTIPROCESSORS,
+    head_bytes_of_token,
+    product_shapes,
+    stored_bytes,
+)
 from ladder.kernels.decode_shapes import FEW, MAX_VECTOR_ROWS, blocks, by_pieces, rows_each
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models.config import ModelConfig
@@ -27,6 +33,7 @@ from ladder.perf.graph import COMM, LINKS, Graph, Operation
 from ladder.perf.lower_decode import decode
 from ladder.perf.lower_riders import riding
 from ladder.perf.machine import (
+    ATTENTION,
     AWAITED,
     HEAD_DIM,
     HIDDEN,
@@ -75,7 +82,7 @@ class DecodeCost:
 
     def __init__(
         self, config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int,
-        context: int, weights: str = "bf16", kernels: Kernels = TODAY,
+        context: int, weights: str = "bf16", kernels: Kernels = TODAY, cache: str = "bf16",
     ) -> None:  # fmt: skip
         config.check_divides(tp, "--tp")
         check_reducer(reducer)
@@ -94,7 +101,7 @@ class DecodeCost:
             part: stored_bytes(outputs * inputs, outputs, weights)
             for part, (outputs, inputs) in self.shapes.items()
         }
-        self.stored = weights
+        self.stored, self.cache = weights, cache
         self.kernels = kernels
         # Whose curve prices products. That of 32 is of other tiles than today's (`decode_shapes`):
         # products of 17 to 63 take what is between 16 and 64.
@@ -240,7 +247,7 @@ class DecodeCost:
     def _bytes(self, operation: Operation) -> float:
         """What it reads of weights and of the cache."""
         if operation.kind == "attention":
-            return 2.0 * BF16 * self.heads * self.config.head_dim * self.context
+            return self.heads * head_bytes_of_token(self.config, self.cache) * self.context
         return self.weights[operation.part] if operation.kind == "product" else 0.0
 
     def _together(self, one: str, two: str) -> float:
@@ -315,15 +322,16 @@ class DecodeCost:
     def _attention(self) -> Estimate:
         """By bytes: a head of another size, and a context beyond those of the curves, count as so
         many heads."""
-        keys = [float(each.where["keys"]) for each in self.machine.family("attention")]
+        curve = ATTENTION[self.cache]
+        keys = [float(each.where["keys"]) for each in self.machine.family(curve)]
         heads = self.heads * self.config.head_dim / HEAD_DIM
         if keys and not min(keys) <= self.context <= max(keys):
             nearest = min(keys) if self.context < min(keys) else max(keys)
             more = max(1.0, self.context / nearest)
             return Estimate(
-                self.machine.between("attention", "keys", nearest, heads * more).us, "extrapolated"
+                self.machine.between(curve, "keys", nearest, heads * more).us, "extrapolated"
             )
-        return self.machine.between("attention", "keys", self.context, heads)
+        return self.machine.between(curve, "keys", self.context, heads)
 
     def _product(self, nbytes: float, rows: int) -> Estimate:
         """Of more rows than one, as measured; or, at one size alone, as with one row, and what more

@@ -8,7 +8,7 @@ in tensors (READS and below), of 2 bytes an element; weights and gradients are f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ladder.costs import BF16, FP32
@@ -55,14 +55,22 @@ class TrainingShape:
         return self.sequences * self.seq_len
 
 
+def groups(tp: int, replicas: int, nodes: int) -> list[int]:
+    """The sizes of the groups whose collectives files have to have. Over nodes, those of data
+    parallelism are computed from links."""
+    sizes = {tp, replicas} if nodes == 1 else {tp}
+    return sorted(sizes - {1})
+
+
 class TrainingCost(PromptCost):
     """Microseconds of each operation. adds: whether gradients are added to earlier ones. no_comm:
     whether the sublayers' reduces take nothing, as `ladder bench train` leaves them out. doubt: of
-    the links of several nodes."""
+    the links of several nodes. machines: by their GPUs, with the collectives of groups of so many;
+    without one, those that come with the package."""
 
     def __init__(
         self, config: ModelConfig, machine: Machine, shape: TrainingShape, adds: bool,
-        no_comm: bool, doubt: Doubt = LIKELY,
+        no_comm: bool, doubt: Doubt = LIKELY, machines: Mapping[int, Machine] | None = None,
     ) -> None:  # fmt: skip
         degree = shape.tp * shape.held
         super().__init__(config, machine, degree, shape.sequences, shape.seq_len)
@@ -70,8 +78,8 @@ class TrainingCost(PromptCost):
         self.mode = "eager"
         self.vocabulary = -(-config.vocab_size // shape.tp)  # split over processes alone
         self.shapes["head"] = self.vocabulary, config.hidden_size
-        degrees = {shape.tp, shape.replicas} if shape.nodes == 1 else {shape.tp}
-        self.collectives = {n: for_degree(machine, n) for n in degrees if n > 1}
+        known, sizes = machines or {}, groups(shape.tp, shape.replicas, shape.nodes)
+        self.collectives = {n: known.get(n) or for_degree(machine, n) for n in sizes}
         self.links = links_of(machine) if shape.nodes > 1 else ()
         self.doubt = doubt
         rows = shape.rows / (shape.tp if shape.sequence_parallel else 1)

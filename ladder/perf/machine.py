@@ -105,6 +105,7 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     ),
     "matrix": ("rows", ("outputs", "inputs"), "a product of many rows"),
     "attention": ("heads", ("keys",), "attention of a decode step, by KV heads of all sequences"),
+    "attention over fp8": ("heads", ("keys",), "attention over a cache in fp8"),
     "landing": ("rows", ("hidden",), "a landing of own partials as a kernel of its own"),
     "all-reduce": ("bytes", ("algorithm",), "a sum over all GPUs"),
     "all-gather": ("bytes", ("algorithm",), "bytes of the gathered whole"),
@@ -116,8 +117,10 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "nccl hidden": ("bytes", (), "what one adds to a step that waits for it a sublayer later"),
 }
 HEAD_DIM = 128  # of the curves of attention
+ATTENTION = {"bf16": "attention", "fp8": "attention over fp8"}  # by what the cache is stored as
 FITTED_CURVES = ("more rows", "converted", "streams together")
-OF_STEPS = ("product", "attention", "landing", *FITTED_CURVES)  # the kernels of decode steps
+OPTIONAL = (*FITTED_CURVES, ATTENTION["fp8"])
+OF_STEPS = ("product", *ATTENTION.values(), "landing", *FITTED_CURVES)  # kernels of decode steps
 AWAITED, HIDDEN = TURNS = ("nccl awaited", "nccl hidden")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
 SPEEDS = ("decode beside nccl", "nccl beside decode")  # of the speed alone, in place of times
@@ -264,7 +267,7 @@ class Machine:
         known = {*self.values, *DECLARED}
         names = [f"{name}: {text}" for name, text in VALUES.items() if name not in known]
         for name, (_, _, text) in CURVES.items():
-            optional = name in FITTED_CURVES or (self.gpus == 1 and name in BETWEEN_GPUS)
+            optional = name in OPTIONAL or (self.gpus == 1 and name in BETWEEN_GPUS)
             if not self.family(name) and not optional:
                 names.append(f"{name}: {text}")
         return names + (["links: latency and rate"] if self.gpus > 1 and not self.links else [])

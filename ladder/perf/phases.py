@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,7 +28,7 @@ from ladder.perf.machine import Basis, Estimate, Machine, worst
 from ladder.perf.memory import held_ranks
 from ladder.perf.nodes import LIKELY, Doubt, for_degree, with_training_bytes
 from ladder.perf.riders import TODAY, Kernels
-from ladder.perf.simulate import Times, simulate, waiting
+from ladder.perf.simulate import Times, simulate, spent, waiting
 from ladder.perf.slowdowns import resource
 from ladder.perf.virtual import VirtualCost
 
@@ -62,9 +62,10 @@ class Prediction:
 
     bare: computes the time of the plan without its reduces. limits: the longest path through
     the operations by what they are (products, attention, landings, communication, launches),
-    microseconds that add up to `us`, the most first. collectives, launches: how many. provenance:
-    where the curves and values come from. graph, times: all operations and when they run, for
-    pictures and traces: of a rank where all are alike. estimate: what an operation takes alone.
+    microseconds that add up to `us`, the most first. path: the same by operation, see
+    `simulate.spent`, without waiting for ranks or the host. collectives, launches: how many.
+    provenance: where the curves and values come from. graph, times: all operations and when they
+    run, for pictures and traces: of a rank where all are alike. estimate: what one takes alone.
     waiting_us: what of `us` is added by ranks that are not, see `simulate.Skew`. unmeasured: how
     much slower what runs at once is, where nobody measured it, with where that is from.
     """
@@ -79,6 +80,7 @@ class Prediction:
     times: Times
     bare: Callable[[], float]
     estimate: Callable[[Operation], Estimate]
+    path: dict[int, float]
     waiting_us: float = 0.0
     unmeasured: tuple[str, ...] = ()
 
@@ -86,7 +88,7 @@ class Prediction:
     def bases(self) -> dict[Basis, float]:
         """The shares of the longest path whose operations have each basis."""
         found: dict[Basis, float] = {}
-        for index, us in self.times.longest_path():
+        for index, us in self.path.items():
             basis = self.estimate(self.graph.operations[index]).basis
             found[basis] = found.get(basis, 0.0) + us / self.times.total
         return found
@@ -99,20 +101,22 @@ class Prediction:
 
 def decode(
     config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, context: int,
-    jitter: float = 0.0, weights: str = "bf16", kernels: Kernels = TODAY,
+    jitter: float = 0.0, weights: str = "bf16", cache: str = "bf16", kernels: Kernels = TODAY,
 ) -> Prediction:  # fmt: skip
     """A fused decode step of `batch` sequences after `context` tokens each.
 
     reducer: push, or async (NCCL). jitter: of the ranks, see `simulate.Skew`. weights: as stored,
-    see `ladder.costs`. Raises UserError if the machine lacks what it needs, and for a degree, batch
-    or context that the step or the model cannot have.
+    see `ladder.costs`. cache: bf16, or fp8. Raises UserError if the machine lacks what it needs,
+    and for a degree, batch or context that the step or the model cannot have.
     """
     machine = for_degree(machine, tp)
     if held_ranks(config, tp) > 1:
+        if cache != "bf16":
+            raise UserError(f"--cache={cache} is not predicted for virtual ranks; leave it out")
         return _virtual(config, machine, tp, reducer, (batch, 1), context, jitter, weights)
     if "launch_gap_us" not in machine.values:
         machine.value("step_stretch")
-    cost = DecodeCost(config, machine, tp, reducer, batch, context, weights, kernels)
+    cost = DecodeCost(config, machine, tp, reducer, batch, context, weights, kernels, cache)
     graph = cost.lowered(config.plan)
     times = simulate(graph, cost, cost.beside)
     added = waiting(graph, cost, cost.beside, times.total, tp, tp, jitter)
@@ -136,16 +140,17 @@ def _prediction(
 ) -> Prediction:
     """added: by ranks that are not alike. host_us: what the host takes to launch it all, for which
     the GPU waits where that is longer."""
-    spent: dict[str, float] = {}
-    for index, us in times.longest_path():
+    path = spent(graph, times, cost.beside)
+    shares: dict[str, float] = {}
+    for index, us in path.items():
         label = _label(graph.operations[index])
-        spent[label] = spent.get(label, 0.0) + us
+        shares[label] = shares.get(label, 0.0) + us
     if added:
-        spent[WAITING] = added
+        shares[WAITING] = added
     late = max(0.0, host_us - times.total - added)
     if late:
-        spent["launches"] = spent.get("launches", 0.0) + late
-    limits = tuple(sorted(spent.items(), key=lambda each: -each[1]))
+        shares["launches"] = shares.get("launches", 0.0) + late
+    limits = tuple(sorted(shares.items(), key=lambda each: -each[1]))
     fitted = [each.provenance for each in machine.values.values() if "fitted" in each.provenance]
     return Prediction(
         us=times.total + added + late,
@@ -158,6 +163,7 @@ def _prediction(
         times=times,
         bare=bare,
         estimate=cost.estimate,
+        path=path,
         waiting_us=added,
         unmeasured=cost.slowdowns.unmeasured,
     )
@@ -171,7 +177,8 @@ def prefill(
     config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, prompt: int,
     jitter: float = 0.0, weights: str = "bf16", inside: bool = True,
 ) -> Prediction:  # fmt: skip
-    """The prefill of `batch` prompts of `prompt` tokens each, as the fused engine runs it.
+    """The prefill of `batch` prompts of `prompt` tokens each, as the fused engine runs it, into any
+    cache: one in fp8 takes as long.
 
     reducer: push, async (NCCL), fused, or one of ROUNDING. inside: with push, whether fused
     operators run where the tables name them, as the engine has it; otherwise copies between
@@ -300,6 +307,7 @@ def train(
     config: ModelConfig, machine: Machine, layout: str, seq_len: int, batch: int,
     micro_batch: int = 0, activation_checkpointing: str = "none", no_comm: bool = False,
     gpus: int = 0, jitter: float = 0.0, nodes: int = 1, doubt: Doubt = LIKELY,
+    machines: Mapping[int, Machine] | None = None,
 ) -> Prediction:  # fmt: skip
     """A compiled training step in bfloat16 with AdamW.
 
@@ -307,6 +315,7 @@ def train(
     several nodes, which are such machines. batch: sequences of each data-parallel rank, of which
     `micro_batch` at once (0: all). no_comm: without the sublayers' reduces, as `ladder bench train`
     measures it. jitter: of the ranks, see `simulate.Skew`. doubt: of the links between nodes.
+    machines: see `TrainingCost`.
 
     Raises UserError for a layout that the GPUs, the plan or the model cannot have.
     """
@@ -334,7 +343,7 @@ def train(
         data: str, no_comm: bool, jitter: float = 0.0
     ) -> tuple[Graph, Times, TrainingCost, float, float]:
         plan, ranks = config.plan, shape.tp * shape.replicas
-        cost = TrainingCost(config, machine, shape, batch > micro, no_comm, doubt)
+        cost = TrainingCost(config, machine, shape, batch > micro, no_comm, doubt, machines)
         graph = training(plan, style, data, fused)
         times = _limited(graph, cost)
         added = waiting(graph, cost, cost.beside, times.total, ranks, shape.tp, jitter)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 from ladder.models.errors import UserError
 from ladder.perf.graph import COPIES, DATA, Graph, Operation
@@ -122,6 +123,11 @@ class Times:
         return found
 
 
+def _launch(operation: Operation) -> int:
+    """The index of the operation whose launch it is part of."""
+    return operation.index if operation.rides is None else operation.rides
+
+
 class _Order:
     """What an operation waits for, on any rank. launch: that each is part of. parts: of each
     launch, itself first. users: what waits for the end of each on the same rank, and `landers` on
@@ -129,7 +135,7 @@ class _Order:
 
     def __init__(self, operations: Sequence[Operation], peers: int) -> None:
         count = len(operations)
-        self.launch = [each.index if each.rides is None else each.rides for each in operations]
+        self.launch = [_launch(each) for each in operations]
         self.parts: list[list[int]] = [[] for _ in operations]
         self.users: list[list[int]] = [[] for _ in operations]
         self.landers: dict[int, list[int]] = {}
@@ -311,6 +317,39 @@ def _speeds(
         for other in running:
             if launch[other] != launch[index]:
                 found[n] *= beside(operations[index], operations[other])
+    return found
+
+
+def spent(graph: Graph, times: Times, beside: Beside) -> dict[int, float]:
+    """The microseconds of the longest path by operation; they add up to the total. What an
+    operation of the path loses to those that run beside it is theirs: a product that hardly moves
+    while attention runs is attention's time."""
+    found: dict[int, float] = {}
+    starts, ends = times.starts, times.ends
+    operations = graph.operations
+    later = sorted(operations, key=lambda each: -starts[each.index])
+    running: list[Operation] = []
+    path = [index for index, _ in reversed(times.longest_path())]
+    for index, end in zip(path, [*(starts[n] for n in path[1:]), times.total], strict=True):
+        mine, begin = operations[index], starts[index]
+        found[index] = found.get(index, 0.0) + end - begin
+        while later and starts[later[-1].index] < end:
+            running.append(later.pop())
+        running = [each for each in running if ends[each.index] > begin]
+        slows = {}
+        for each in running:
+            if _launch(each) != _launch(mine) and (speed := beside(mine, each)) < 1.0:
+                slows[each.index] = speed
+        edges = [*(starts[n] for n in slows), *(ends[n] for n in slows)]
+        within = {each for each in edges if begin < each < end}
+        for low, high in pairwise(sorted({begin, end, *within}) if slows else ()):
+            at_once = {n: slows[n] for n in slows if starts[n] <= low and high <= ends[n]}
+            lost = (high - low) * (1.0 - math.prod(at_once.values()))
+            losses = sum(1.0 - speed for speed in at_once.values())
+            for n, speed in at_once.items():
+                part = lost * (1.0 - speed) / losses
+                found[index] -= part
+                found[n] = found.get(n, 0.0) + part
     return found
 
 

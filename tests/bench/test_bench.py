@@ -11,6 +11,7 @@ import yaml
 
 from ladder.bench.inference import measure
 from ladder.bench.inference.build import build_model
+from ladder.bench.inference.memory import point_bytes
 from ladder.bench.inference.points import (
     InferencePoint,
     Settings,
@@ -21,6 +22,7 @@ from ladder.bench.inference.points import (
 )
 from ladder.checkpoint import write_config
 from ladder.cli import main
+from ladder.costs import WORKSPACES
 from ladder.models import UserError, resolve_plan
 from ladder.models.quantised import held_as
 from tests import ROOT
@@ -254,6 +256,23 @@ def test_a_large_model_does_not_fit_and_says_so() -> None:
     assert found == [[small]]
     assert too_large == [large]
     assert measure.estimated_bytes(resolve(large), large) > 70e9 * 2 / 4
+
+
+def test_the_reference_counts_where_it_takes_most() -> None:
+    """Its attention in float32 holds all scores of a prompt; short prompts take what engines do."""
+    config = resolve(replace(POINT, model="llama-3-70b", layers=80))
+    long, short = (point_bytes(config, 1, 1, n, 64, "async", "fp8") for n in (8000, 992))
+    assert long - short > 13 * 64 * 8000**2
+    assert short < 80 * 2**30  # weights in 8 bits, which were never there in 16
+
+
+def test_what_this_process_holds_itself_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own memory and NCCL's are in the estimates: a GPU without other work has it all."""
+    total = 140 * 2**30
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for free, room in ((total - 2**30, total), (total // 2, total // 2 + WORKSPACES)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, total))
+        assert measure.free_bytes(CPU) == room
 
 
 def test_chunks_keep_a_plan_with_its_counterpart(monkeypatch: pytest.MonkeyPatch) -> None:

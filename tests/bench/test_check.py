@@ -12,9 +12,11 @@ import torch
 
 from ladder.bench.inference import cold, measure
 from ladder.bench.inference.build import build_model, random_model
+from ladder.bench.inference.memory import sequences
 from ladder.bench.inference.points import InferencePoint, Settings, expand, resolve
-from ladder.bench.inference.verify import EngineCheck, check_session, forced, reference, sequences
+from ladder.bench.inference.verify import EngineCheck, check_session, forced, reference
 from ladder.checkpoint import model_entries, write_config, write_tensors
+from ladder.config import model_config
 from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling
 from ladder.models import ModelConfig, Transformer, UserError
@@ -171,11 +173,10 @@ def test_forced_logits_are_the_models() -> None:
 
 
 def test_the_reference_takes_as_many_sequences_as_are_cheap() -> None:
-    large = InferencePoint("llama-3-70b", "ladder", "push", 4, 64, 1024, 512, 80)
-    assert 1 < sequences(resolve(large), large) < 64
-    assert sequences(resolve(TINY), TINY) == 3
-    huge = replace(large, batch=1, tp=1)
-    assert sequences(resolve(huge), huge) == 1
+    large = model_config("llama-3-70b")
+    assert 1 < sequences(large, 4, 64, 1024) < 64
+    assert sequences(resolve(TINY), 1, 3, 9) == 3
+    assert sequences(large, 1, 64, 8192) == 1
 
 
 # ---- measuring, with a clock that ticks once an event -----------------------------------------

@@ -181,6 +181,7 @@ def test_the_push_kernel_and_the_benchmark_agree_on_p2p(
     monkeypatch.setenv("NCCL_P2P_DISABLE", value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(access, "triton", object())
     assert ("NCCL_P2P_DISABLE" in str(access.push_refusal(2))) == off
     if off:

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from ladder.bench.inference.build import random_model
+from ladder.bench.inference.memory import STEPS
 from ladder.bench.inference.points import InferencePoint, resolve
-from ladder.bench.inference.verify import STEPS, check_session, reference
+from ladder.bench.inference.verify import check_session, reference
 from ladder.comm import symmetric
 from ladder.comm.symmetric import SymmetricTensor
 from ladder.infer.engine import Completion, Engine, Session, generate

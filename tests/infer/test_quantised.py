@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from ladder.bench.inference.build import random_model
 from ladder.bench.inference.verify import forced
 from ladder.checkpoint import model_entries, write_config, write_tensors
 from ladder.convert.command import convert
 from ladder.infer.engine import Engine
 from ladder.infer.fused import fuse_refusal
-from ladder.infer.load import load_for_inference, quantise_shards, set_activations
+from ladder.infer.load import agreed, load_for_inference, set_activations
 from ladder.infer.sampling import Sampling
 from ladder.models import Transformer, UserError
-from ladder.models.quantised import quantise_model, round_activations
+from ladder.models.quantised import matrices, quantise_model, round_activations
 from ladder.models.storage import QUANTISED
-from ladder.parallel.sharding import shard_model
+from ladder.models.transformer import meta_model
+from ladder.parallel.sharding import fill_in_8_bits, shard_model
 from tests.distributed import Pools, tp_mesh
 from tests.samples import FUSED_PLANS, SAME_AT_ANY_T, full_model, small_config, virtual
 
@@ -132,7 +134,7 @@ def check_ranks(rank: int, world: int, name: str, kind: str) -> None:
     for fused in (False, True):
         model = full_model(config, 5, torch.float32)
         shard_model(model, tp_mesh(world))
-        quantise_shards(model, kind)
+        quantise_model(model, kind)
         found = tokens(model, fused)
         expected = expected or found
         assert found == expected, (name, fused)
@@ -142,7 +144,7 @@ def check_ranks(rank: int, world: int, name: str, kind: str) -> None:
         with torch.no_grad():
             model.model.layers[1].self_attn.o_proj.weight[0, 0] = torch.nan
     with pytest.raises(UserError, match=r"layers\.1\.self_attn\.o_proj\.weight holds NaN"):
-        quantise_shards(model, "int8")
+        agreed(lambda: quantise_model(model, "int8"))
 
 
 @pytest.mark.parametrize(
@@ -174,6 +176,37 @@ def test_folders_of_blocks_on_ranks(tmp_path: Path, pools: Pools) -> None:
     folders = [str(tmp_path / f"{name}-8") for name in ("whole", "cut")]
     first, second = pools(2).run(load_blocks, *folders)
     assert first == second == tokens(load_for_inference(folders[0]), False)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_second_matrix_is_there_in_16_bits(tied: bool, tmp_path: Path) -> None:
+    """A folder's, and random ones: as if they had been stored in 8 bits when all were there."""
+    config = small_config("ladder", tie_embeddings=tied)
+    write_config(tmp_path, config, None)
+    write_tensors(tmp_path, "model", model_entries(full_model(config, 5)), writer=True)
+    device = torch.device("cpu")
+    pairs = [
+        (load_for_inference(tmp_path, weights="int8"), load_for_inference(tmp_path)),
+        (random_model(config, "async", 1, device, kind="int8"),
+         random_model(config, "async", 1, device)),
+    ]  # fmt: skip
+    for found, whole in pairs:
+        quantise_model(whole, "int8")
+        assert found.shapes == whole.shapes
+        expected = dict(whole.named_parameters())
+        assert [*expected] == [name for name, _ in found.named_parameters()]
+        for name, one in found.named_parameters():
+            assert torch.equal(one, expected[name]), name
+    model, there = meta_model(config), []
+    shard_model(model, device="meta")
+
+    def fill(name: str, local: torch.Tensor, part: tuple[slice, ...]) -> None:
+        local.zero_()
+        wide = [matrix for key, matrix in matrices(model) if key != "lm_head"]  # it may be tied
+        there.append(sum(each.scales is None and not each.weight.is_meta for each in wide))
+
+    fill_in_8_bits(model, "int8", device, fill)
+    assert set(there) == {0}
 
 
 @pytest.mark.gpu

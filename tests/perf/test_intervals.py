@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import prediction_errors
 from ladder.perf.planner import intervals
 from ladder.perf.prediction.records import MEASURED
+from tests import ROOT
 from tests.perf.asking import Out, asked
 
 
@@ -48,6 +51,28 @@ def test_intervals_say_when_nothing_like_it_was_recorded() -> None:
     assert intervals.interval("knitting", "NVIDIA H200", 4, "push", "tiny", 1.0).of(1.0) is None
 
 
+def test_sequences_unlike_the_recorded_ones_are_doubted(tmp_path: Path, capsys: Out) -> None:
+    """Steps and prompts were recorded of 1024 tokens. Of many more a step is attention, whose
+    curves end at 4096 keys, also where a ladder's products run beside it."""
+    shape = (ROOT / "configs/models/llama-3-8b.yaml").read_text(encoding="utf-8")
+    (tmp_path / "long.yaml").write_text(shape.replace("8192", "131072"), encoding="utf-8")
+    words = (str(tmp_path / "long.yaml"), "--tp", "1", "--plans", "standard", "ladder")
+    for phase, context, far in (
+        ("--decode", 1024, False),
+        ("--decode", 2048, False),
+        ("--decode", 4096, True),
+        ("--prefill", 2048, False),
+        ("--prefill", 4096, True),
+    ):
+        rows = asked(capsys, *words, phase, "--context", str(context))["rows"]
+        assert {row["far"] for row in rows} == {far}
+    for row in asked(capsys, *words, "--context", "131072")["rows"]:
+        assert row["far"]
+        assert 0.5 < row["limits"]["attention"] / row["us"] < 0.6
+        assert 0.5 < row["bases"]["extrapolated"] < 0.6
+        assert sum(row["bases"].values()) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("older", [0, 30])
 def test_few_records_are_no_interval_without_a_doubt(
     older: int, monkeypatch: pytest.MonkeyPatch
@@ -55,7 +80,8 @@ def test_few_records_are_no_interval_without_a_doubt(
     """Two that fit to 1 % say nothing of the next: those of older kernels are asked, too."""
 
     def made(now: int) -> tuple[dict[str, object], ...]:
-        key = {"gpu": "A", "gpus": 4, "phase": "decode", "way": "async", "model": "one"}
+        key = {"gpu": "A", "gpus": 4, "phase": "decode", "way": "async", "model": "one",
+               "tokens": 1024}  # fmt: skip
         new = {**key, "points": [[100.0 + n, 1.01] for n in range(now)]}
         old = {**key, "points": [[100.0 + n, 1.2] for n in range(older)], "older": True}
         return (new, old) if older else (new,)
@@ -123,7 +149,7 @@ def test_intervals_of_other_models_are_wider(monkeypatch: pytest.MonkeyPatch) ->
     }
     made = tuple(
         {"gpu": "made up", "gpus": 2, "phase": "decode", "way": "push", "model": model,
-         "points": each} for model, each in points.items()
+         "tokens": 1024, "points": each} for model, each in points.items()
     )  # fmt: skip
     monkeypatch.setattr(intervals, "recorded", lambda: made)
     known, other = (
@@ -157,6 +183,7 @@ def test_shipped_intervals_hold_what_was_recorded(phases: list[str]) -> None:
     for each in made:
         key = (*(each[name] for name in names), each.get("older"))
         assert len(stored[key]["points"]) == len(each["points"]), key
+        assert stored[key]["tokens"] == each["tokens"], key
         for us, ratio in each["points"]:
             found = intervals.interval(
                 *(each[key] for key in ("phase", "gpu", "gpus", "way", "model")), us

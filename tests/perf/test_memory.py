@@ -12,6 +12,7 @@ from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.bench.results import read_results
 from ladder.bench.training.points import TrainingPoint, is_virtual, shape_of
 from ladder.config import model_config
+from ladder.infer.memory import specified_parameters
 from ladder.models import ModelConfig, UserError
 from ladder.models.layers import ColumnParallelLinear
 from ladder.models.sublayers import FEED_FORWARDS, MLP
@@ -94,7 +95,7 @@ def test_parameters_are_those_of_the_specs(name: str, variant: str) -> None:
         with contextlib.suppress(UserError):
             shape.check_divides(tp, "--tp")
             found = memory.local_parameters(shape, tp)
-            assert found == memory.specified_parameters(shape, tp), tp
+            assert found == specified_parameters(shape, tp), tp
 
 
 def test_parameters_of_other_sublayers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

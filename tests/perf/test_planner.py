@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ladder.bench.inference.measure import chunks
+from ladder.bench.inference.points import InferencePoint
 from ladder.bench.trace import kernels_of, overlap, read_trace
 from ladder.bench.training.points import points, shape_of
 from ladder.cli import main, make_parser
@@ -18,6 +20,7 @@ from ladder.config import model_config
 from ladder.costs import head_bytes, layer_weight_bytes
 from ladder.files import write_text
 from ladder.perf import memory
+from ladder.perf.machine import COLLECTIVES
 from ladder.perf.machine_files import load, write
 from tests.perf.asking import SMALL, Out, asked, with_memory
 
@@ -110,6 +113,71 @@ def test_the_last_line_is_a_command_that_parses(context: str, batch: str, capsys
     assert options.prompt + options.new_tokens <= 8192
     assert abs(options.prompt + options.new_tokens // 2 - int(context)) <= 1
     assert options.ranks == options.tp[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "llama-3-70b --machine h200x1 --weights fp8 --batch 16",
+        "llama-3-8b --machine h200x1 --batch 48 --context 8192",  # only with the last at 8192
+        "llama-3-8b --machine h200x1 --batch 64 --context 6144",
+        "llama-3-8b --machine h200x1 --prefill --batch 470",
+        "llama-3-70b --machine h200x2 --batch 48 --context 4096",
+    ],
+)
+def test_the_benchmark_does_not_refuse_the_command(words: str, capsys: Out) -> None:
+    found = asked(capsys, *shlex.split(words), "--plans", "standard")
+    options = make_parser().parse_args(shlex.split(found["command"].removeprefix("ladder ")))
+    config = model_config(options.model)
+    point = InferencePoint(
+        options.model, "standard", *getattr(options, "reducers", ["async"]), options.tp[0],
+        options.batch[0], options.prompt, options.new_tokens, config.num_layers,
+        weights=getattr(options, "weights", "bf16"),
+    )  # fmt: skip
+    assert chunks([point], 2**30 * load("h200x1").value("memory_gib")) == ([[point]], [])
+
+
+def test_what_the_benchmark_would_refuse_has_no_command(tmp_path: Path, capsys: Out) -> None:
+    words = ("llama-3-70b", "--machine", "h200x1", "--weights", "fp8", "--plans", "standard")
+    assert asked(capsys, *words, "--context", "8192")["command"] == ""
+    page = tmp_path / "page.html"
+    assert main(["predict", *words, "--context", "8192", "--page", str(page)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("no command times it: `ladder bench inference`, which checks")
+    assert last.endswith("of which 128.6 can be used; there is one with --context 4096")
+    assert html.escape("; there is one with --context 4096") in page.read_text(encoding="utf-8")
+    assert asked(capsys, *words, "--context", "4096")["command"]
+
+
+def test_training_has_the_collectives_of_all_given_machines(tmp_path: Path, capsys: Out) -> None:
+    """Before shipped ones; a layout of groups of which no file is, is left out."""
+    for gpu, gpus in (("NVIDIA H200", 4), ("other", 8)):
+        write(replace(load("h200x4"), name="own", gpu=gpu, gpus=gpus), tmp_path / f"{gpus}.json")
+    two = load("h200x2")
+    slow = tuple(
+        replace(each, points=tuple((x, 10 * us) for x, us in each.points))
+        if each.name in COLLECTIVES else each
+        for each in two.curves
+    )  # fmt: skip
+    write(replace(two, name="slow", curves=slow), tmp_path / "slow.json")
+    write(replace(two, name="two", gpu="other"), tmp_path / "two.json")
+    words = ("llama-3-8b", "--train", "--plans", "standard", "--batch", "1", "--machine")
+    own, more = str(tmp_path / "4.json"), str(tmp_path / "slow.json")
+    layout = ("--layouts", "tp2+sp")
+    usual, slower = (
+        asked(capsys, *words, *names, *layout)["rows"][0]["us"] for names in ([own], [own, more])
+    )
+    assert slower > 2 * usual
+    eight, other = str(tmp_path / "8.json"), str(tmp_path / "two.json")
+    missing = (
+        "no file has the collectives of its groups of 4 GPUs; ladder bench machine --nproc 4 "
+        "--out FILE, and --machine own FILE"
+    )
+    found = asked(capsys, *words, eight, other)
+    assert {row["way"] for row in found["rows"]} == {"fsdp", "tp8+sp"}
+    assert f"all plans at tp2+sp, tp2+sp+fsdp: {missing}" in found["left_out"]
+    assert main(["predict", *words, eight, *layout]) == 2
+    assert "nothing is left to predict: all plans at tp2+sp: no file" in capsys.readouterr().err
 
 
 def test_a_machine_without_peer_access_is_asked_about_nccl(tmp_path: Path, capsys: Out) -> None:
@@ -331,6 +399,8 @@ def old(path: Path) -> str:
         (("--trace", "nowhere/trace.json"), "--trace=nowhere/trace.json: name a file"),
         (("--page", "."), "--page=.: name a file"),
         (("--layouts", "ddp"), "--layouts is of training; give --train"),
+        (("--machine", "h200x4-no-p2p", "--reducers", "push"), "give --reducers async"),
+        (("--machine", "h200x4-no-p2p", "--prefill", "--reducers", "fused"), "have no access to"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from dataclasses import replace
@@ -51,6 +52,45 @@ def test_a_trace_says_what_waiting_it_lacks(phase: str, tmp_path: Path, capsys: 
         f"{span:.3f} of {best['us'] / 1e3:.3f} ms: without {waiting:.3f} ms of waiting for slower "
         f"ranks"
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "llama-3-8b --batch 1",
+        "llama-3.2-1b --train --layouts tp2+sp+fsdp --batch 2 --plans ladder",
+        "llama-3-8b --prefill --tp 4 --plans ladder --batch 4",
+    ],
+)
+def test_no_slices_of_a_track_overlap(words: str, tmp_path: Path, capsys: Out) -> None:
+    """Chrome's format has one within the other, or one after the other."""
+    file = tmp_path / "trace.json"
+    asked(capsys, *shlex.split(words), "--trace", str(file))
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    names = set()
+    for each in read_trace(file):
+        if each["ph"] == "X":
+            place = each["ts"], each["ts"] + each["dur"]
+            tracks.setdefault((each["pid"], each["tid"]), []).append(place)
+        elif each["name"] == "thread_name":
+            names.add(each["args"]["name"])
+    assert len(names) == len(tracks) - 1  # but for the pass's mark
+    assert len([name for name in names if name.startswith("links, ")]) > 1
+    for places in tracks.values():
+        for (_, before), (start, _) in itertools.pairwise(sorted(places)):
+            assert start >= before - 1e-6
+
+
+def test_a_trace_names_what_runs_of_sums_in_8_bits(tmp_path: Path, capsys: Out) -> None:
+    """A gather; the embedding's and the last layer's two, of one row, are not rounded."""
+    file = tmp_path / "trace.json"
+    words = "llama-3-8b --prefill --tp 4 --reducers async-int8 --plans standard"
+    asked(capsys, *shlex.split(words), "--trace", str(file))
+    kernels = [each for each in read_trace(file) if each.get("cat") == "kernel"]
+    rounded = [each for each in kernels if "in 8 bits" in each["args"]["is"]]
+    assert len(rounded) == 62
+    assert {each["name"] for each in rounded} == {"ncclDevKernel_AllGather_RING_LL"}
+    assert sum("AllReduce" in each["name"] for each in kernels) == 3
 
 
 def test_a_trace_says_what_the_host_takes(tmp_path: Path, capsys: Out) -> None:

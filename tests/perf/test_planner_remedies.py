@@ -54,7 +54,7 @@ def followed(words: str, remedy: str) -> str:
         ("llama-3.1-405b --machine h100x8 --tp 4 --batch 64 --context 8192",
          ["leave out --tp and take --weights fp8 --batch 14"]),
         ("llama-3-8b --machine h200x1 --prefill --batch 64 --context 8192 --plans standard",
-         ["take --batch 59", "take --context 7168"]),
+         ["take --cache fp8", "take --batch 59", "take --context 7168"]),
     ],
 )  # fmt: skip
 def test_remedies_work(words: str, remedies: list[str], capsys: Out) -> None:
@@ -66,7 +66,7 @@ def test_remedies_work(words: str, remedies: list[str], capsys: Out) -> None:
     assert tried == remedies
     for each in tried:
         asked = followed(words, each)
-        assert last(capsys, asked).startswith("next: "), asked
+        assert last(capsys, asked).startswith(("next: ", "no command times it: ")), asked
         if number := re.search(r"--(batch|context) (\d+)$", each):  # and with no larger one
             more = int(number[2]) + (1 if number[1] == "batch" else 1024)
             larger = re.sub(r"\d+$", str(more), asked)

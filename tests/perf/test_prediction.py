@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ from ladder.config import model_config
 from ladder.models import Plan, UserError, resolve_plan
 from ladder.perf import nodes, phases
 from ladder.perf.cost import MOST_OF_SHARE, DecodeCost, most_of
-from ladder.perf.graph import COMM, Graph, Operation, forward
+from ladder.perf.graph import COMM, SECOND, Graph, Operation, forward
 from ladder.perf.lower_decode import decode
 from ladder.perf.machine import Curve, Machine, Value
 from ladder.perf.machine_files import load
 from ladder.perf.nodes import with_older_kernels
 from ladder.perf.prediction.fitting import calibrated
 from ladder.perf.prediction.records import scores
-from ladder.perf.simulate import simulate
+from ladder.perf.simulate import simulate, spent
 from tests import ROOT
 
 RESULTS = ROOT / "benchmarks/results"
@@ -65,6 +66,39 @@ def test_streams_run_side_by_side() -> None:
     graph.add("all-reduce", [first], stream=COMM)
     graph.add("product", ())
     assert simulate(graph, lambda each: 3.0).total == 6.0
+
+
+def test_the_longest_path_is_what_it_waited_for() -> None:
+    """A product of 3 beside attention of 9, which leaves it a third, takes 9: of these 6 are
+    attention's. An all-reduce beside it that costs it nothing is hidden, and is no part of it."""
+    graph = Graph(resolve_plan("none", 1, 2))
+    attention = graph.add("attention", ())
+    graph.add("all-reduce", (), stream=COMM)
+    product = graph.add("product", (), stream=SECOND)
+    last = graph.add("product", [product], stream=SECOND)
+
+    def beside(one: Operation, other: Operation) -> float:
+        return 1 / 3 if (one.stream, other.index) == (SECOND, attention) else 1.0
+
+    times = simulate(graph, lambda each: 9.0 if each.kind == "attention" else 3.0, beside)
+    assert dict(times.longest_path()) == pytest.approx({product: 9.0, last: 3.0})
+    found = spent(graph, times, beside)
+    assert found == pytest.approx({product: 3.0, attention: 6.0, last: 3.0})
+    draw = random.Random(0).random
+    for plan in ("ladder", "parallel"):
+        graph = decode(resolve_plan(plan, 4, 2), "nccl")
+        costs = [10 * draw() for _ in graph.operations]
+        speeds = [0.2 + 0.8 * draw() for _ in graph.operations]
+
+        def slowed(one: Operation, other: Operation, speeds: list[float] = speeds) -> float:
+            return speeds[other.index]
+
+        times = simulate(graph, lambda one, costs=costs: costs[one.index], slowed)
+        found = spent(graph, times, slowed)
+        assert sum(found.values()) == pytest.approx(times.total)
+        for index, _ in times.longest_path():
+            # What it takes alone, and what others on the path lose to it.
+            assert found[index] >= costs[index] - 1e-9
 
 
 @pytest.mark.parametrize("name", ["standard", "ladder", "dtp-2", "desync-2x", "accumulate-4x-lag2"])

@@ -9,7 +9,7 @@ import pytest
 from ladder.bench.inference.points import InferencePoint
 from ladder.perf.machine_files import load
 from ladder.perf.prediction.ranking import rankings, table
-from ladder.perf.prediction.records import Score, scores
+from ladder.perf.prediction.records import Run, Score, scores
 from tests import ROOT
 
 RESULTS = ROOT / "benchmarks/results"
@@ -57,6 +57,30 @@ def test_reducers_are_choices_of_one_case() -> None:
     found = [score("standard", 2.0, 1.0, reducer="async"), score("standard", 1.0, 2.0)]
     (each,) = rankings(found)
     assert (each.recommended, each.tau, each.speedup) == ("standard, async", -1.0, ())
+
+
+@pytest.mark.parametrize(
+    ("gain", "plan", "regret"), [(1.02, "standard", 0.05), (1.04, "ladder", 0.0)]
+)
+def test_recommended_is_what_ladder_predict_recommends(
+    gain: float, plan: str, regret: float
+) -> None:
+    """`standard`, unless another plan gains 3 %: what that loses is regret."""
+    (each,) = rankings([score("standard", 1.05, gain), score("ladder", 1.0, 1.0)])
+    assert (each.recommended, each.regret) == (f"{plan}, push", pytest.approx(regret))
+
+
+def test_training_layouts_are_compared_by_their_tokens() -> None:
+    """On four GPUs a step of data parallelism has four times the tokens of TP 4."""
+    found = []
+    for layout, ms in (("ddp", 200.0), ("tp4+sp", 100.0)):
+        run = Run("tiny", 2, "standard", layout, 16, 1, 1, "bfloat16", "none", True, gpus=4)
+        found.append(Score("train", run, ms, ms, False))
+    (each,) = rankings(found)
+    assert (each.recommended, each.regret, each.tau) == ("standard, ddp", 0.0, 1.0)
+    found[0] = replace(found[0], predicted=500.0)  # by tokens slower than TP 4, measured faster
+    (each,) = rankings(found)
+    assert (each.recommended, each.regret) == ("standard, tp4+sp", pytest.approx(1.0))
 
 
 def test_of_a_prompt_that_ran_both_ways_the_one_by_operators_counts() -> None:

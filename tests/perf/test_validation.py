@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,11 @@ from ladder.perf.machine import Curve, Value
 from ladder.perf.machine_files import load, read
 from ladder.perf.nodes import with_former_kernels
 from ladder.perf.phases import prefill
+from ladder.perf.planner import question
 from ladder.perf.prediction.command import kind_of
 from ladder.perf.prediction.eras import as_then
 from ladder.perf.prediction.fitting import calibrated, fit_steps
-from ladder.perf.prediction.ranking import rankings
+from ladder.perf.prediction.ranking import Ranking, rankings
 from ladder.perf.prediction.records import Score, inference_times, predicted, scores, summary
 from ladder.perf.riders import Kernels
 from tests import ROOT
@@ -48,13 +50,15 @@ NEWER = [RESULTS / f"2026-11-23-{name}-h200.jsonl" for name in ("quarter-8b", "h
 TODAY = RESULTS / "2026-11-24-quarter-8b-h200.jsonl"
 EIGHT = [RESULTS / f"2026-11-24-{name}-h200.jsonl" for name in ("eight-bits-few-rows", "int8")]
 # Of what was held out: the largest mean error, 90th percentile and single error (%), the largest
-# mean error of a ladder's speedup over standard in points, the largest regret (%), and the least of
-# Kendall's tau (over plans, reducers and layouts).
+# mean error of a ladder's speedup over standard in points, the largest regret (%) of what is
+# predicted to be the fastest, and of what is recommended, and the least of Kendall's tau (over
+# plans, reducers and layouts). The second regret is larger where a plan is predicted to gain less
+# than 3 %, so that `standard` is recommended, and was measured to gain up to 5.7 % (paper-3b).
 # What rides on products of tiles is predicted with today's tiles, in older records, too.
 LIMITS = {
-    "decode": (2.6, 5.9, 12.4, 3.0, 0.1, 0.99),
-    "prefill": (2.7, 5.8, 9.7, 3.4, 0.1, 0.95),
-    "train": (2.2, 4.2, 4.5, 0.7, 0.2, 0.96),
+    "decode": (2.6, 5.9, 12.4, 3.0, 0.1, 5.8, 0.99),
+    "prefill": (2.7, 5.8, 9.7, 3.4, 0.1, 0.1, 0.95),
+    "train": (2.2, 4.2, 4.5, 0.7, 0.2, 2.1, 0.96),
 }
 
 
@@ -66,12 +70,19 @@ def test_errors_on_records_do_not_grow(phase: str) -> None:
     ranked = rankings(found)
     off = [abs(error) for each in ranked for error in each.speedup]
     tau = 2 * sum(each.right for each in ranked) / sum(each.pairs for each in ranked) - 1
-    regret = 100 * max(each.regret for each in ranked)
-    *reached, order = (*of_all[1:], sum(off) / len(off), regret, tau)
+    regrets = (100 * max(each.regret for each in some) for some in (fastest(found), ranked))
+    *reached, order = (*of_all[1:], sum(off) / len(off), *regrets, tau)
     *most, least = LIMITS[phase]
     assert all(a <= b for a, b in zip(reached, most, strict=True)), reached
     assert order >= least, order
     assert time.process_time() - start < 6  # on a busy machine
+
+
+def fastest(found: list[Score]) -> list[Ranking]:
+    """As `rankings`, but recommending what is predicted to be the fastest, by however little."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(question, "CLOSE", 0.0)
+        return rankings(found)
 
 
 def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
@@ -249,8 +260,10 @@ def test_two_h100s() -> None:
     """Calibrated by the 8B without communication, of the first record."""
     files = [RESULTS / f"2026-11-26-inference{kind}-h100x2.jsonl" for kind in ("", "-fused", "-64")]
     check_held_out(scores(files, load("h100x2"), "decode"), 38, (3.6, 6.4, 10.2))
-    ranked = rankings(scores(files[:1], load("h100x2"), "decode"))
-    assert all(each.right == each.pairs and each.regret < 0.003 for each in ranked)
+    found = scores(files[:1], load("h100x2"), "decode")
+    assert all(each.right == each.pairs and each.regret < 0.003 for each in fastest(found))
+    # Two ladders are predicted to gain 2.4 and 1.7 %, too little to be recommended: 3.1 and 2.8.
+    assert max(each.regret for each in rankings(found)) < 0.031
     prompts = scores(files, load("h100x2"), "prefill")
     check_held_out(prompts, 46, (4.8, 12.7, 19.0))
     assert {"fused", "push", "async"} == {each.point.reducer for each in prompts}
@@ -340,11 +353,57 @@ def test_curves_that_take_longer_than_the_records_are_refused() -> None:
         calibrated(replace(machine, curves=(*machine.curves, slow)), FILES[0])
 
 
-LINE = {
+LINE: dict[str, Any] = {
     "machine": {"gpu": "NVIDIA H200", "ranks": 4}, "result": {"decode_ms": 1.0, "prefill_ms": 7.0},
     "point": {"model": "llama-3-8b", "plan": "ladder", "reducer": "push", "tp": 4, "batch": 1,
               "prompt": 1024, "new_tokens": 64, "layers": 32},
 }  # fmt: skip
+STEP: dict[str, Any] = {
+    "machine": {"gpu": "NVIDIA H200", "ranks": 4}, "result": {"step_ms": 300.0},
+    "point": {"model": "llama-3-8b", "layers": 12, "plan": "ladder", "layout": "tp4+sp",
+              "seq_len": 8192, "batch": 1, "micro_batch": 1, "dtype": "bfloat16",
+              "checkpointing": "none", "compile": True, "later": 1},
+}  # fmt: skip
+
+
+def changed(record: dict[str, Any], **values: object) -> dict[str, Any]:
+    """A record with other values, of whichever part has such a key, or of its point."""
+    parts = {key: dict(part) for key, part in record.items()}
+    for key, value in values.items():
+        part = next((each for each in parts.values() if key in each), parts["point"])
+        part[key] = value
+    return parts
+
+
+@pytest.mark.parametrize("command", ["validate", "llama-3-8b --calibrate"])
+@pytest.mark.parametrize(
+    ("record", "key", "value"),
+    [
+        (LINE, "batch", "4"),
+        (LINE, "batch", True),
+        (LINE, "new_tokens", -1),
+        (LINE, "p2p", "on"),
+        (LINE, "decode_ms", None),
+        (LINE, "decode_ms", 0),
+        (LINE, "decode_ms", -1.0),
+        (LINE, "decode_ms", float("nan")),
+        (LINE, "prefill_ms", "3"),
+        (STEP, "compile", 1),
+        (STEP, "step_ms", None),
+    ],
+)
+def test_values_of_a_wrong_kind_are_refused_in_one_line(
+    record: dict[str, Any], key: str, value: object, command: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """`--calibrate` reads passes without communication, among those it needs."""
+    lines = [changed(LINE, plan="none"), changed(record, plan="none", **{key: value})]
+    file = tmp_path / "records.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    assert main(["predict", *command.split(), str(file)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"{key}={value!r}" in said
+    assert "`ladder bench`" in said
 
 
 @pytest.mark.parametrize(
@@ -371,33 +430,27 @@ def test_what_is_no_record_is_refused_in_one_line(
 
 
 def test_records_in_other_formats_are_not_scored(tmp_path: Path) -> None:
-    """Of weights in 8 bits there are predictions, of other such formats there are none; the file's
-    other records are scored."""
-    others = ({"cache": "fp8"}, {"weights": "fp8", "activations": "fp8"}, {"reducer": "async-fp8"})
-    lines = [
-        {**LINE, "point": {**LINE["point"], **each}} for each in ({}, {"weights": "int8"}, *others)
-    ]
+    """Of weights and a cache in 8 bits there are predictions, of other such formats there are none;
+    the file's other records are scored."""
+    known = ({}, {"weights": "int8"}, {"cache": "fp8"})
+    others = ({"cache": "int4"}, {"weights": "fp8", "activations": "fp8"}, {"reducer": "async-fp8"})
+    lines = [{**LINE, "point": {**LINE["point"], **each}} for each in (*known, *others)]
     file = tmp_path / "records.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     for phase in ("decode", "prefill"):
-        assert len(scores([file], load("h200x4"), phase)) == 2
+        assert len(scores([file], load("h200x4"), phase)) == 3
 
 
 def test_records_that_are_not_scored_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By why: another machine's, of settings without a prediction, a model that is not here. A key
-    of a later version changes nothing."""
-    train = {
-        "machine": {"gpu": "NVIDIA H200", "ranks": 4}, "result": {"step_ms": 300.0},
-        "point": {"model": "llama-3-8b", "layers": 12, "plan": "ladder", "layout": "tp4+sp",
-                  "seq_len": 8192, "batch": 1, "micro_batch": 1, "dtype": "bfloat16",
-                  "checkpointing": "none", "compile": True, "later": 1},
-    }  # fmt: skip
-    changed = ({"later": 1}, {"p2p": False}, {"model": "runs/gone"}, {"tp": 3}, {"degree": 8})
-    lines = [{**LINE, "point": {**LINE["point"], **each}} for each in changed]
-    lines += [train, {**train, "point": {**train["point"], "compile": False}}]
-    lines += [{**LINE, "machine": {"gpu": "another", "ranks": 4}}, {**LINE, "result": None}]
+    """By why: another machine's, of settings without a prediction, a model that is not here, of
+    which two records are of one point. A key of a later version changes nothing."""
+    others = ({"later": 1}, {"p2p": False}, {"tp": 3}, {"degree": 8}, {"weights": "int4"})
+    lines = [changed(LINE, **each) for each in (*others, *2 * ({"model": "runs/gone"},))]
+    lines += [STEP, changed(STEP, compile=False), changed(STEP, checkpointing="some")]
+    lines += [changed(STEP, plan="standard", no_comm=True, layout="some")]
+    lines += [changed(LINE, gpu="another"), {**LINE, "result": None}, {**LINE, "machine": None}]
     file = tmp_path / "records.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     assert main(["predict", "validate", str(file), "--json"]) == 0
@@ -410,5 +463,9 @@ def test_records_that_are_not_scored_are_counted(
     assert "decode: not scored: 1 failed when they were measured" in said
     assert "decode: not scored: 1 of virtual ranks" in said
     assert "train: not scored: 1 of steps that are not compiled, or not in bfloat16" in said
+    assert "decode: not scored: 1 on GPUs that they do not name" in said
+    assert "decode: not scored: 1 with weights=int4, which are unknown" in said
+    assert "train: not scored: 1 with checkpointing=some, which is unknown" in said
+    assert "train: not scored: 1 (--layouts: 'some' of 'some' is unknown" in said
     (gone,) = [line for line in said.splitlines() if line.startswith("decode") and "gone" in line]
-    assert "not scored: 1 (" in gone
+    assert "not scored: 2 (" in gone

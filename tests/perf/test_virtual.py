@@ -131,7 +131,7 @@ def test_the_planner_compares_them(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["predict", "llama-3-8b", "--tp", "4", "--tp-degree", "2"]) == 2
     assert "give a multiple of --tp" in capsys.readouterr().err
     assert main([*words, "--weights", "fp8"]) == 2
-    assert "virtual ranks are predicted with --weights bf16" in capsys.readouterr().err
+    assert "virtual ranks are predicted with weights and a cache in bf16" in capsys.readouterr().err
     config = resolve(InferencePoint("llama-3-8b", "dtp-1", "push", 2, 1, 8, 2, 2, degree=4))
     with pytest.raises(UserError, match="2 virtual ranks each"):
         phases.prefill(config, load("h200x2"), 2, "fused", 1, 8)

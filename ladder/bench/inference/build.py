@@ -10,15 +10,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.bench.inference.points import CHECKPOINT, InferencePoint
-from ladder.checkpoint import load_model, newest, quantised_as
-from ladder.infer.load import fuse_prompts, quantise_shards, refuse_device, set_activations
+from ladder.checkpoint import newest, quantised_as
+from ladder.infer.load import (
+    agreed,
+    fuse_prompts,
+    load_stored,
+    refuse_device,
+    set_activations,
+)
 from ladder.models.config import ModelConfig
 from ladder.models.parameters import Initialisation
 from ladder.models.sublayers import Attention
 from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel.choose import inference_base
 from ladder.parallel.mesh import make_mesh
-from ladder.parallel.sharding import local_parameters, local_tensor, shard_model
+from ladder.parallel.sharding import fill_in_8_bits, local_parameters, shard_model
 
 SHARPNESS = 2.0  # factor on q_proj: flat random attention would hide errors by averaging
 
@@ -36,22 +42,33 @@ def random_model(
     tp: int,
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
+    kind: str | None = None,
 ) -> Transformer:
     """A model with random weights made on the device, the same at every TP and for every plan.
 
     Every parameter is drawn whole, with a seed from its name, and then sliced. Matrices keep the
-    variance of their input, so every layer affects the logits, which have variance 1.
+    variance of their input, so every layer affects the logits, which have variance 1. kind: in
+    which they are stored, one after another, a name in QUANTISED; None: in `dtype`.
     """
     model = meta_model(config)
-    shard_model(model, tp_mesh(device, tp), device=device, dtype=dtype, reducer=reducer)
-    for name, local, part in local_parameters(model):
+    place = device if kind is None else "meta"
+    shard_model(model, tp_mesh(device, tp), device=place, dtype=dtype, reducer=reducer)
+    modules = model.named_modules()
+    queries = {f"{name}.q_proj.weight" for name, each in modules if isinstance(each, Attention)}
+
+    def fill(name: str, local: Tensor, part: tuple[slice, ...]) -> None:
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         whole = torch.empty(model.shapes[name], device=device, dtype=dtype)
         _fill(whole, model.specs[name].init, config, generator)
         local.copy_(whole[part])
-    for module in model.modules():
-        if isinstance(module, Attention):
-            local_tensor(module.q_proj.weight).mul_(SHARPNESS)
+        if name in queries:
+            local.mul_(SHARPNESS)
+
+    if kind is None:
+        for name, local, part in local_parameters(model):
+            fill(name, local, part)
+    else:
+        agreed(lambda: fill_in_8_bits(model, kind, device, fill))
     return model
 
 
@@ -80,15 +97,15 @@ def build_model(
     reducer = inference_base(reducer, point.tp)
     refuse_device(kind, device)
     if point.plan != CHECKPOINT or point.no_comm:
-        model = random_model(config, reducer, point.tp, device)
+        model = random_model(config, reducer, point.tp, device, kind=kind)
     else:
         folder = newest(Path(point.model))
-        mesh = tp_mesh(device, point.tp)
-        model = load_model(folder, mesh, device=device, dtype=torch.bfloat16, reducer=reducer)
         kind = None if quantised_as(folder) else kind
+        model = load_stored(
+            folder, kind, tp_mesh(device, point.tp), device=device, dtype=torch.bfloat16,
+            reducer=reducer,
+        )  # fmt: skip
     if fuses:
         fuse_prompts(model)
-    if kind is not None:
-        quantise_shards(model, kind)
     set_activations(model, "fp8" if point.activations == "fp8" else "auto")
     return model

@@ -16,24 +16,22 @@ from torch import Tensor
 
 from ladder.bench.floors import prefill_floor_s
 from ladder.bench.inference.build import build_model
+from ladder.bench.inference.memory import STEPS, point_bytes, sequences
 from ladder.bench.inference.points import InferencePoint, cache_kind, counterpart, resolve
 from ladder.bench.inference.profile import profile_session
 from ladder.bench.inference.verify import (
-    STEPS,
     EngineCheck,
     Reference,
     check_session,
     reference,
-    sequences,
 )
-from ladder.costs import HEADROOM, WORKSPACES, decode_bytes, inference_bytes
+from ladder.costs import HEADROOM, WORKSPACES, decode_bytes
 from ladder.infer.engine import Engine, Session
 from ladder.infer.fused import PassReducers
 from ladder.infer.sampling import Sampling, draws
 from ladder.models.config import ModelConfig
 from ladder.parallel import launch
 from ladder.parallel.choose import REDUCERS
-from ladder.parallel.overlap import slot_bytes
 from ladder.parallel.sharding import local_tensor
 
 ROUNDS = 3
@@ -88,20 +86,21 @@ def worst(value: float, device: torch.device) -> float:
 
 
 def estimated_bytes(config: ModelConfig, point: InferencePoint) -> float:
-    """A conservative estimate of a point's memory on each process."""
-    length = point.prompt + point.new_tokens + 256  # the engine rounds up
-    found = inference_bytes(config, point.tp, point.batch, point.prompt, length) + WORKSPACES
-    if point.reducer in ("push", "fused") and torch.cuda.is_available():
-        tokens, asked = point.batch * point.prompt, point.reducer == "fused"
-        found += slot_bytes(config, torch.cuda.get_device_name(), point.tp, tokens, asked)
-    return found
+    """A point's memory on each process."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return point_bytes(
+        config, point.tp, point.batch, point.prompt, point.new_tokens, point.reducer,
+        point.weights, point.cache, gpu,
+    )  # fmt: skip
 
 
 def free_bytes(device: torch.device) -> float:
-    """The free memory of the fullest device."""
+    """The free memory of the fullest device, with what of WORKSPACES is taken: estimates count
+    these whole."""
     gc.collect()
     torch.cuda.empty_cache()
-    return -worst(-torch.cuda.mem_get_info(device)[0], device)
+    free, total = torch.cuda.mem_get_info(device)
+    return -worst(-min(free + WORKSPACES, total), device)
 
 
 def chunks(
@@ -208,7 +207,7 @@ def _references(
             config = resolve(point)
             model = build_model(point, config, key[-1], device)
             steps = min(STEPS, point.new_tokens)
-            count = sequences(config, point)
+            count = sequences(config, point.tp, point.batch, point.prompt)
             found[key] = reference(model, count, point.prompt, steps, cache_kind(point))
             del model
             gc.collect()

@@ -15,16 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ladder.bench.inference.points import InferencePoint
-from ladder.costs import prefill_flops
 from ladder.infer.engine import Engine, Session
 from ladder.infer.sampling import Sampling
-from ladder.models.config import ModelConfig
 from ladder.models.transformer import Transformer
 
 ALLOWED = 2.0  # times the plain modules' error
-STEPS = 4  # decode steps after the prompt
-FLOAT32_FLOPS = 2e14  # of each rank's reference, which takes some seconds without tensor cores
 SEED = 17
 
 
@@ -78,12 +73,6 @@ class EngineCheck:
             f"{ALLOWED * self.plain_rms:.4g}), {self.disagreements} wrong tokens of "
             f"{self.compared}, a second run {'is equal' if self.repeats else 'differs'}"
         )
-
-
-def sequences(config: ModelConfig, point: InferencePoint) -> int:
-    """The number of distinct sequences of the reference, limited by FLOAT32_FLOPS."""
-    each = prefill_flops(config, point.tp, 1, point.prompt)
-    return max(1, min(point.batch, int(FLOAT32_FLOPS / each)))
 
 
 @torch.inference_mode()

@@ -15,9 +15,11 @@ from torch.distributed import ProcessGroup
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.carveout import carveout, least
 from ladder.kernels.landing import land, new_landing
+from ladder.models import storage
 from ladder.perf.calibration import beside, collectives, exchanges, turns
 from ladder.perf.calibration.sizes import HELD, Part, Point, Sizes, copies_of, pairs, random
 from ladder.perf.calibration.timing import host_microseconds, microseconds
+from ladder.perf.machine import ATTENTION
 
 TURN, MOST_CALLS = 1e12, 32  # of large products: multiplications, a few milliseconds; and calls
 KV_GROUP = 4  # query heads for each KV head
@@ -32,8 +34,13 @@ def parts(
     yield Part("values", {}, partial(_values, sizes, device))
     for rows in sizes.rows:
         yield Part("product", {"rows": rows}, partial(_products, sizes, rows, device))
-    for keys in sizes.keys:
-        yield Part("attention", {"keys": keys}, partial(_attention, sizes, keys, device))
+    converts = device.type != "cuda" or (
+        torch.cuda.get_device_capability(device) >= storage.FP8_CAPABILITY
+    )
+    for cache in ("bf16", "fp8") if converts else ("bf16",):
+        for keys in sizes.keys:
+            run = partial(_attention, sizes, keys, cache, device)
+            yield Part(ATTENTION[cache], {"keys": keys}, run)
     for hidden in sizes.landing_hidden:
         yield Part("landing", {"hidden": hidden}, partial(_landings, sizes, hidden, device))
     if group is not None:
@@ -131,32 +138,34 @@ def halved(rates: Mapping[float, float]) -> tuple[float, float]:
     return 1 / least, max(1.0, slope / least)
 
 
-def _attention(sizes: Sizes, keys: int, device: torch.device) -> list[Point]:
+def _attention(sizes: Sizes, keys: int, cache: str, device: torch.device) -> list[Point]:
     """One token of each sequence over `keys` earlier ones, in caches of their own, with as much
     shared memory as in a decode step."""
+    stored = torch.float8_e4m3fn if cache == "fp8" else sizes.dtype
     found: list[Point] = []
     dim = sizes.head_dim
     for heads in sizes.heads:
         held = 2 if heads % 2 == 0 else 1
         batch, length = heads // held, keys + 1
         options = {"dtype": sizes.dtype, "device": device}
-        nbytes = 2 * heads * length * dim * sizes.dtype.itemsize
+        nbytes = 2 * heads * length * dim * stored.itemsize
         caches = [
-            (
-                random(batch, held, length, dim, **options),
-                random(batch, held, length, dim, **options),
-            )
+            random(2, batch, held, length, dim, **options).to(stored)
             for _ in range(copies_of(nbytes, device))
         ]
+        exponents = None
+        if cache == "fp8":
+            ones = torch.full((2, batch, held, length), 127, dtype=torch.uint8, device=device)
+            exponents = ones[0], ones[1]
         packed = random(batch, (KV_GROUP + 2) * held * dim, **options)
         table = torch.ones(length, dim, device=device)
         positions = torch.full((batch,), keys, device=device)
         arrived = torch.zeros(heads, dtype=torch.int32, device=device)
 
         works = [
-            partial(decode_attention, packed, table, positions, *cache, KV_GROUP * held,
-                    dim**-0.5, arrived)
-            for cache in caches
+            partial(decode_attention, packed, table, positions, *each, KV_GROUP * held,
+                    dim**-0.5, arrived, exponents=exponents)
+            for each in caches
         ]  # fmt: skip
         with carveout(least(batch)):
             us = microseconds(works, max(sizes.calls, len(works)), device)

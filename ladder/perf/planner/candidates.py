@@ -69,11 +69,12 @@ def _interval(question: Question, each: Candidate, machine: Machine, found: Pred
         return Interval(None, None, "no record")
     way = training_way(each.way, virtual) if trains else each.way
     gpus = 0 if without_peers(machine) else machine.gpus  # of which no record is
-    near = interval(question.phase, machine.gpu, gpus, way, question.subject.name, found.us)
+    key = question.phase, machine.gpu, gpus, way, question.subject.name
+    near = interval(*key, found.us, question.context)
     if trains and question.nodes > 1:
         near = training.doubted(question, each, found, near)
     unlike = trains and 1 < each.tp < question.gpus  # groups of TP beside each other
-    return replace(near, far=near.far or unlike or question.weights != "bf16")
+    return replace(near, far=near.far or unlike or {question.weights, question.cache} != {"bf16"})
 
 
 def check(question: Question) -> None:

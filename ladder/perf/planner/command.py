@@ -12,6 +12,7 @@ from ladder.models.errors import UserError
 from ladder.perf.nodes import without_peers
 from ladder.perf.planner import report
 from ladder.perf.planner.candidates import ask, work
+from ladder.perf.planner.inference import untimed
 from ladder.perf.planner.question import BATCHES, Question, divided, recommended
 from ladder.perf.planner.remedies import nothing_fits
 from ladder.perf.planner.subject import machines, subject, weights_of
@@ -27,7 +28,8 @@ def main(options: Any) -> int:
     question = question_of(options)
     rows, left_out = ask(question)
     best = recommended(rows, question.objective)
-    words = [*launcher(question), *work(question).command(question, best.candidate)] if best else []
+    run = work(question).command(question, best.candidate) if best else []
+    words = [*launcher(question), *run] if run else []
     if options.page is not None:
         from ladder.perf.planner.page import as_page
 
@@ -42,7 +44,10 @@ def main(options: Any) -> int:
         print(json.dumps(report.as_data(question, rows, left_out, best, words), indent=1))
         return 0
     print(report.text(question, rows, left_out, best))
-    print(f"next: {shlex.join(words)}" if best else nothing_fits(question, rows))
+    if best and not words:
+        print(untimed(question, best.candidate))
+    else:
+        print(f"next: {shlex.join(words)}" if best else nothing_fits(question, rows))
     return 0
 
 
@@ -83,4 +88,5 @@ def question_of(options: Any) -> Question:
         objective=objective,
         jitter=options.jitter / 100,
         weights=weights_of(about, options.weights),
+        cache=options.cache,
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from ladder.bench.inference.memory import point_bytes
+from ladder.costs import HEADROOM
 from ladder.infer.refusals import shape_refusals
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models.config import ModelConfig
@@ -58,6 +61,12 @@ def check(question: Question) -> None:
             )
     if FUSED in question.reducers:
         check_weights(question.weights)
+    for reducer in ("push", FUSED) if without_peers(question.machine) else ():
+        if reducer in question.reducers:
+            raise UserError(
+                f"--reducers {reducer}: the GPUs of machine {question.machine.name!r} have no "
+                f"access to each other's memory; give --reducers async"
+            )
     of_prompts = phases.PLAIN if question.phase == "prefill" else ()
     check_names("reducer of --reducers", question.reducers, (*REDUCERS, *of_prompts))
 
@@ -82,8 +91,9 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
             if degree % tp:
                 _refuse_degree(question, plan, degree, tp, left_out)
                 continue
-            if degree > tp and question.weights != "bf16":
-                left_out.add(plan, f"TP {tp}", "virtual ranks are predicted with --weights bf16")
+            if degree > tp and {question.weights, question.cache} != {"bf16"}:
+                why = "virtual ranks are predicted with weights and a cache in bf16"
+                left_out.add(plan, f"TP {tp}", why)
                 continue
             if question.is_own(plan, config):
                 continue
@@ -158,18 +168,18 @@ def _refuse_degree(question: Question, plan: str, degree: int, tp: int, left_out
 
 def held(question: Question, each: Candidate) -> Memory:
     length, more = question.context, _held_by(question, each.tp, [each.way])
-    return memory.inference(
-        each.config, each.tp, each.batch, length, length, question.weights, *more
-    )
+    asked = each.config, each.tp, each.batch, length, length, question.weights
+    return memory.inference(*asked, *more, question.cache)
 
 
 def predict(question: Question, each: Candidate) -> Prediction:
     predicted = phases.PHASES[question.phase]
     reducer = each.way or REDUCERS[0]
     machine = question.machines[each.tp]
+    cache = {"cache": question.cache} if question.phase == "decode" else {}
     return predicted(
         each.config, machine, each.tp, reducer, each.batch, question.context, question.jitter,
-        question.weights,
+        question.weights, **cache,
     )  # fmt: skip
 
 
@@ -179,12 +189,13 @@ def tokens(question: Question, each: Candidate) -> int:
     return question.gpus // each.tp * each.batch * length
 
 
-def _held_by(question: Question, tp: int, ways: Sequence[str]) -> tuple[str, bool]:
+def _held_by(question: Question, tp: int, ways: Sequence[str]) -> tuple[str, bool, bool]:
     """What these ways hold, as `memory.inference` asks: the GPU by whose table prompts run by fused
-    operators, which have slots, or nothing; and whether sums are in 8 bits."""
+    operators, which have slots, or nothing; whether sums are in 8 bits; whether operators are asked
+    for."""
     inside = question.weights == "bf16" and {*ways} & {"push", FUSED}
     rounds = question.phase == "prefill" and tp > 1 and not {*ways}.isdisjoint(ROUNDING)
-    return question.machines[tp].gpu if inside else "", rounds
+    return question.machines[tp].gpu if inside else "", rounds, FUSED in ways
 
 
 def fit_table(question: Question) -> list[list[str]]:
@@ -195,10 +206,10 @@ def fit_table(question: Question) -> list[list[str]]:
         machine, context = question.machines[tp], question.context
         ways = question.reducers or _measured(machine, tp, LeftOut())
         more = _held_by(question, tp, ways)
-        most = most_sequences(subject.shape, tp, machine, context, question.weights, *more)
+        most = most_sequences(subject.shape, tp, machine, question, *more)
         for batch in dict.fromkeys(question.batches):
             asked = subject.shape, tp, batch, context, context, question.weights
-            found = memory.inference(*asked, *more)
+            found = memory.inference(*asked, *more, question.cache)
             parts = (found.weights, found.cache, found.activations, found.reserve, found.total)
             said = "yes" if memory.fits(found, machine) else "NO"
             sizes = [f"{each / GIB:.1f}" for each in parts]
@@ -207,13 +218,14 @@ def fit_table(question: Question) -> list[list[str]]:
 
 
 def most_sequences(
-    config: ModelConfig, tp: int, machine: Machine, context: int, weights: str, gpu: str,
-    rounds: bool,
+    config: ModelConfig, tp: int, machine: Machine, question: Question, gpu: str, rounds: bool,
+    asked: bool,
 ) -> int:  # fmt: skip
-    """How many prompts of `context` tokens fit. gpu, rounds: see `_held_by`."""
+    """How many prompts of the question's context fit. gpu, rounds, asked: see `_held_by`."""
+    context, more = question.context, (gpu, rounds, asked, question.cache)
 
     def fits(batch: int) -> bool:
-        found = memory.inference(config, tp, batch, context, context, weights, gpu, rounds)
+        found = memory.inference(config, tp, batch, context, context, question.weights, *more)
         return memory.fits(found, machine)
 
     if not fits(1):
@@ -229,31 +241,76 @@ def most_sequences(
 
 def command(question: Question, each: Candidate) -> list[str]:
     """The words that run it: a folder's own plan generates, any other is timed, beside `standard`
-    if they were compared."""
+    if they were compared. None where the benchmark does not fit, see `untimed`."""
     model = question.subject.name
     ranks = ["--nproc", str(each.tp)] if each.tp > 1 else []
     if each.plan == CHECKPOINT:
         words = ["generate", model, "--prompt", "The", "--tp", str(each.tp)]
         words += ["--reducer", each.way] if each.way else []
         stored = question.weights == (question.subject.stored or "bf16")  # `generate` sees it
-        return [*words, *([] if stored else _weights(question)), *ranks]
-    prompt, new = question.context, 2
-    most = question.subject.shape.max_seq_len
-    if question.phase == "decode":  # halfway through the new tokens there are `context`
-        half = max(1, min(MEASURED_TOKENS // 2, prompt - 1, most - prompt))
-        prompt, new = max(1, min(prompt - half, most - 2 * half)), 2 * half
-    plans = [each.plan]
-    if each.plan != "standard" and "standard" in question.chosen_plans:
-        plans.insert(0, "standard")
+        asked = replace(question, weights="bf16") if stored else question
+        return [*words, *_stored(asked), *ranks]
+    prompt, new, size = _benchmark(question, each)
+    if size > _room(question, each):
+        return []
+    plans = ["standard", each.plan] if _beside_standard(question, each) else [each.plan]
     words = ["bench", "inference", "--model", model, "--plans", *plans]
     words += ["--reducers", each.way] if each.way else []
     words += ["--tp", str(each.tp), "--batch", str(each.batch)]
     words += ["--p2p", "off"] if each.tp > 1 and without_peers(question.machine) else []
     if (each.config.tp_degree or each.tp) > each.tp:
         words += ["--tp-degree", str(each.config.tp_degree)]
-    words += _weights(question)
-    return [*words, "--prompt", str(min(prompt, most - new)), "--new-tokens", str(new), *ranks]
+    words += _stored(question)
+    return [*words, "--prompt", str(prompt), "--new-tokens", str(new), *ranks]
 
 
-def _weights(question: Question) -> list[str]:
-    return [] if question.weights == "bf16" else ["--weights", question.weights]
+def untimed(question: Question, each: Candidate) -> str:
+    """Why there is no command, and with which context there is one."""
+    size, room = _benchmark(question, each)[2], _room(question, each)
+    context = question.context // 2
+    while context and _benchmark(replace(question, context=context), each)[2] > room:
+        context //= 2
+    return (
+        f"no command times it: `ladder bench inference`, which checks the engine against float32 "
+        f"first, takes {size / GIB:.1f} GiB of a GPU for it, of which {room / GIB:.1f} can be used"
+        f"{f'; there is one with --context {context}' * bool(context)}"
+    )
+
+
+def _benchmark(question: Question, each: Candidate) -> tuple[int, int, float]:
+    """The prompt and the new tokens of the benchmark, and the bytes that it takes of a GPU. There
+    are `context` tokens halfway, of a prefill in the prompt; or at the end if only that fits."""
+    context, most = question.context, question.subject.shape.max_seq_len
+    prompt, new = min(context, most - 2), 2
+    if question.phase == "decode":
+        half = max(1, min(MEASURED_TOKENS // 2, context - 1, most - context))
+        prompt, new = max(1, min(context - half, most - 2 * half)), 2 * half
+    sizes = [(prompt, new)] + [(context - new, new)] * (context > new)
+    found = [(*size, _benchmark_bytes(question, each, *size)) for size in sizes]
+    room = _room(question, each)
+    return next((size for size in found if size[2] <= room), found[-1])
+
+
+def _benchmark_bytes(question: Question, each: Candidate, prompt: int, new: int) -> float:
+    """Of the plan that takes most."""
+    asked = each.tp, each.batch, prompt, new, each.way or REDUCERS[0], question.weights
+    configs, gpu = [each.config], question.machines[each.tp].gpu
+    if _beside_standard(question, each):
+        configs.append(question.subject.config("standard", each.tp, question.tp_degree))
+    return max(point_bytes(config, *asked, question.cache, gpu) for config in configs)
+
+
+def _beside_standard(question: Question, each: Candidate) -> bool:
+    """Whether the benchmark is of both plans."""
+    return each.plan != "standard" and "standard" in question.chosen_plans
+
+
+def _room(question: Question, each: Candidate) -> float:
+    """The bytes of a GPU that can be used."""
+    return HEADROOM * GIB * question.machines[each.tp].value("memory_gib")
+
+
+def _stored(question: Question) -> list[str]:
+    """The options of what is stored in other types than bfloat16."""
+    asked = {"--weights": question.weights, "--cache": question.cache}
+    return [word for each in asked.items() if each[1] != "bf16" for word in each]

@@ -1,14 +1,14 @@
 """How far a prediction may be from the time that is measured, from the errors on recorded passes.
 
 errors.json has the predicted microseconds and measured / predicted of every recorded pass to which
-nothing was fitted, by GPU, phase, way and model (`python benchmarks/prediction_errors.py` writes
-it). The way is the reducer; of a training step what its ranks share, see `training_way`. An
-interval goes from the prediction over a factor to the prediction times it: the one within which 80
-% of the NEAREST passes were, those whose predicted times are nearest to the prediction's by their
-ratio, since errors depend on how long kernels take. For a model of which nothing was recorded it is
-wider: by what 80 % of the recorded passes need when those of their own model are left out. It
-covers what the simulation gets wrong on a machine whose curves are measured, and not what is wrong
-with the machine's own file.
+nothing was fitted, by GPU, phase, way and model, with the most tokens that a sequence of them had
+(`python benchmarks/prediction_errors.py` writes it). The way is the reducer; of a training step
+what its ranks share, see `training_way`. An interval goes from the prediction over a factor to the
+prediction times it: the one within which 80 % of the NEAREST passes were, those whose predicted
+times are nearest to the prediction's by their ratio, since errors depend on how long kernels take.
+For a model of which nothing was recorded it is wider: by what 80 % of the recorded passes need when
+those of their own model are left out. It covers what the simulation gets wrong on a machine whose
+curves are measured, and not what is wrong with the machine's own file.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ FILE = Path(__file__).parent / "errors.json"
 NEAREST = 20
 LEAST = 8  # with fewer, the farthest of them says little of the next
 COVERS = 0.8
-FAR = 2.0  # beyond the shortest and the longest recorded pass, by this factor, nothing is like it
+# Beyond the shortest and the longest recorded pass, and the longest sequence, by this factor,
+# nothing is like it.
+FAR = 2.0
 
 
 @dataclass(frozen=True)
 class Interval:
     """Factors of a predicted time, or None where no such pass was recorded. source: whose errors
-    they are, and of how many. far: of few passes, other GPUs, older kernels, another TP degree, or
-    much shorter or longer passes. wider: of other models alone."""
+    they are, and of how many. far: of few passes, other GPUs, older kernels, another TP degree,
+    much shorter or longer passes, or much shorter sequences. wider: of other models alone."""
 
     low: float | None
     high: float | None
@@ -63,10 +65,12 @@ def training_way(layout: str, virtual: bool) -> str:
     return f"{way}, virtual ranks" if virtual else way
 
 
-def interval(phase: str, gpu: str, gpus: int, way: str, model: str, us: float) -> Interval:
+def interval(
+    phase: str, gpu: str, gpus: int, way: str, model: str, us: float, tokens: int = 0
+) -> Interval:
     """That of a pass of a model predicted to take `us` on so many GPUs. way: "" for one GPU
-    alone."""
-    found, whose, enough = _alike(phase, gpu, gpus, way)
+    alone. tokens: of each sequence; 0: as many as were recorded."""
+    found, whose, enough, longest = _alike(phase, gpu, gpus, way)
     if not found:
         return Interval(None, None, "no record")
     points = [point for each in found.values() for point in each]
@@ -76,6 +80,7 @@ def interval(phase: str, gpu: str, gpus: int, way: str, model: str, us: float) -
     times = [time for time, _ in points]
     far = not enough or not min(times) / FAR <= us <= max(times) * FAR
     far |= model not in found and len(found) == 1
+    far |= tokens > FAR * longest
     models = f"{len(found)} model{'s' if len(found) > 1 else ''}"
     nearest = f"{NEAREST} of {len(points)}" if len(points) > NEAREST else f"{len(points)}"
     where = ", ".join(each for each in (phase, way, whose) if each)
@@ -89,10 +94,10 @@ Points = dict[str, list[tuple[float, float]]]
 @functools.cache
 def _alike(
     phase: str, gpu: str, gpus: int, way: str, older: bool = False
-) -> tuple[Points, str, bool]:
-    """The points of each model: predicted us, measured / predicted; whose they are; and whether
-    there are enough of so many of these GPUs with the kernels asked for. Those of other kernels
-    are added to fewer, those of other GPUs to none."""
+) -> tuple[Points, str, bool, int]:
+    """The points of each model: predicted us, measured / predicted; whose they are; whether there
+    are enough of so many of these GPUs with the kernels asked for; and the most tokens of their
+    sequences. Those of other kernels are added to fewer, those of other GPUs to none."""
     alike = [each for each in recorded() if each["phase"] == phase and way in ("", each["way"])]
     here = [each for each in alike if (each["gpu"], each["gpus"]) == (gpu, gpus)]
     now = [each for each in here if each.get("older", False) == older]
@@ -108,7 +113,7 @@ def _alike(
     for each in chosen:
         points = found.setdefault(each["model"], [])
         points += [(float(time), float(ratio)) for time, ratio in each["points"]]
-    return found, whose, enough
+    return found, whose, enough, max((each["tokens"] for each in chosen), default=0)
 
 
 @functools.cache

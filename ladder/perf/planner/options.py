@@ -67,6 +67,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "or else bf16)",
     )
     parser.add_argument(
+        "--cache", choices=("bf16", "fp8"), default="bf16",
+        help="of inference, how keys and values are stored (bf16)",
+    )  # fmt: skip
+    parser.add_argument(
         "--layouts",
         nargs="+",
         help="of --train: how ranks share the work, as in `ladder bench train` (ddp fsdp tpN+sp "

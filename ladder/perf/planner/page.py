@@ -22,6 +22,7 @@ from ladder.models.errors import UserError
 from ladder.perf.planner import report
 from ladder.perf.planner.candidates import ask, work
 from ladder.perf.planner.drawing import pareto, timeline
+from ladder.perf.planner.inference import untimed
 from ladder.perf.planner.question import BATCHES, Question, Row, divided
 from ladder.perf.planner.remedies import nothing_fits
 from ladder.plans import aligned
@@ -43,7 +44,8 @@ def as_page(
         if available():
             kernels = timeline(best, question.phase, f"{best.candidate}, {best.us / 1e3:.3f} ms")
             parts.append(Figure(kernels, "What rides on a kernel is drawn as long as the kernel."))
-        parts += [Heading("To run the recommendation"), Code(shlex.join(words))]
+        run = Code(shlex.join(words)) if words else Text(untimed(question, best.candidate))
+        parts += [Heading("To run the recommendation"), run]
     parts += [Heading("What fits, GiB of a GPU"), _table(work(question).fit_table(question))]
     parts += map(Text, report.at_most(question))
     for batch in dict.fromkeys(row.candidate.batch for row in rows):

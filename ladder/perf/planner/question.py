@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
@@ -19,6 +21,7 @@ BATCHES = {"decode": (1, 4, 16, 64), "prefill": (1, 4, 16, 64), "train": (1, 2, 
 CLOSE = 0.03  # two predictions that are closer are not told apart
 ALONE = "with T = 1 it is another plan"  # why one that depends on T is left out
 WHOLE = "without TP there is no reduce to leave out"  # and why one without communication is
+T = TypeVar("T")
 
 
 def divided(batches: Sequence[int], micro_batch: int) -> tuple[int, ...]:
@@ -32,7 +35,7 @@ class Question:
 
     machines: by TP degree, see `subject.machines`. plans, tp, reducers, layouts: () for all. tp and
     reducers are of inference; layouts, micro_batch (0: the batch) and checkpointing of training.
-    jitter: of the ranks, see `ladder.perf.simulate.Skew`. weights: of inference, as stored.
+    jitter: of the ranks, see `ladder.perf.simulate.Skew`. weights, cache: of inference, as stored.
     """
 
     subject: Subject
@@ -51,6 +54,7 @@ class Question:
     objective: str = "latency"
     jitter: float = 0.0
     weights: str = "bf16"
+    cache: str = "bf16"
 
     @property
     def machine(self) -> Machine:
@@ -172,18 +176,27 @@ def order(objective: str) -> Callable[[Row], tuple[float, ...]]:
 
 
 def recommended(rows: Sequence[Row], objective: str) -> Row | None:
-    """The best row that is a model; None if there is none.
-
-    Where it is not told apart from the model as it is (the folder's own plan, or else `standard`),
-    that one: another plan is another model, and has to be trained.
-    """
+    """The row to choose among those that are models; None if there is none."""
     able = [row for row in rows if not row.candidate.bound]
-    best = min(able, key=order(objective), default=None)
+    size = partial(score, objective=objective)
+    return choose(able, lambda row: row.candidate.plan, size, order(objective))
+
+
+def choose(
+    able: Sequence[T], plan: Callable[[T], str], size: Callable[[T], float],
+    order: Callable[[T], Any],
+) -> T | None:  # fmt: skip
+    """The best by `order`, a smaller one; None if there is none.
+
+    Where it is not told apart by `size` from the model as it is (the folder's own plan, or else
+    `standard`), that one: another plan is another model, and has to be trained.
+    """
+    best = min(able, key=order, default=None)
     if best is None:
         return None
-    for plan in (CHECKPOINT, "standard"):
-        same = [row for row in able if row.candidate.plan == plan]
+    for name in (CHECKPOINT, "standard"):
+        same = [each for each in able if plan(each) == name]
         if same:
-            kept = min(same, key=order(objective))
-            return kept if score(kept, objective) / score(best, objective) - 1 < CLOSE else best
+            kept = min(same, key=order)
+            return kept if size(kept) / size(best) - 1 < CLOSE else best
     return best

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
+from typing import Any
 
 from ladder.models.errors import UserError
 from ladder.perf.planner.candidates import check, fitting, work
@@ -64,21 +66,31 @@ def _first(question: Question) -> Candidate | None:
 
 
 def _of_inference(question: Question) -> list[str]:
-    """What makes a pass fit: options by themselves, or else two together, or else three."""
-    options: list[Option] = []
+    """What makes a pass fit: as few options together as there are."""
+    options: list[tuple[str, dict[str, Any]]] = []
     if question.tp:
-        options.append(("leave out --tp", replace(question, tp=())))
-    if question.weights == "bf16":
-        options.append(("take --weights fp8", replace(question, weights="fp8")))
-    found = [said for said, each in options if works(each)]
-    found += [f"take {said}" for said in _sizes(question)]
-    if found:
-        return found
-    both = [_and(options[0][0], "--weights fp8")] if len(options) == 2 else []
-    most = replace(question, tp=(), weights="fp8")
-    found = both if both and works(most) else []
-    found += [_and(said, size) for said, each in options for size in [*_sizes(each)][:1]]
-    return found or [_and(said, size) for said in both for size in [*_sizes(most)][:1]]
+        options.append(("leave out --tp", {"tp": ()}))
+    for name in ("weights", "cache"):
+        if getattr(question, name) == "bf16":
+            options.append((f"take --{name} fp8", {name: "fp8"}))
+    found: list[str] = []
+    smaller = [f"take {said}" for said in _sizes(question)]
+    for count in range(1, len(options) + 1):
+        some = [_together(question, each) for each in combinations(options, count)]
+        found = [said for said, each in some if works(each)] + smaller
+        if found:
+            return found
+        smaller = [_and(said, size) for said, each in some for size in [*_sizes(each)][:1]]
+    return smaller
+
+
+def _together(question: Question, options: Sequence[tuple[str, dict[str, Any]]]) -> Option:
+    """Several options as one."""
+    said = options[0][0]
+    for other, _ in options[1:]:
+        said = _and(said, other.removeprefix("take "))
+    changed = {name: value for _, each in options for name, value in each.items()}
+    return said, replace(question, **changed)
 
 
 def _and(said: str, option: str) -> str:

@@ -31,6 +31,8 @@ def title(question: Question) -> str:
     machine, nodes = question.machine, question.nodes
     where = f"{nodes} x {machine.name}" if nodes > 1 else machine.name
     stored = "" if question.weights == "bf16" else f" with {question.weights} weights"
+    if question.cache != "bf16":
+        stored += f"{' and' if stored else ' with'} a cache in {question.cache}"
     return (
         f"{question.subject.name}{stored}, {PHASES[question.phase]} {question.context} tokens, on "
         f"{where} ({question.gpus} x {machine.gpu})"
@@ -123,8 +125,8 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
     sources = dict.fromkeys(f"{each.source}{'*' * each.wider}" for each in known)
     other = f" *: wider, since {question.subject.name} is not among them."
     doubt = (
-        " ?: from few records, other GPUs, kernels or weights, another TP degree or layout, or "
-        "times unlike the row's."
+        " ?: from few records, other GPUs, kernels, weights or caches, another TP degree or "
+        "layout, times unlike the row's, or much shorter sequences."
     )
     found = [
         f"80 % interval: the factor within which 80 % of the predictions nearest in time were, of "
@@ -235,7 +237,7 @@ def as_data(
 ) -> dict[str, Any]:  # fmt: skip
     head, *fitting = work(question).fit_table(question)
     return {
-        "model": question.subject.name, "weights": question.weights,
+        "model": question.subject.name, "weights": question.weights, "cache": question.cache,
         "machine": question.machine.name, "gpus": question.gpus,
         "phase": question.phase, "context": question.context, "objective": question.objective,
         "room_gib": round(room(question), 2),

@@ -1,18 +1,20 @@
 """A predicted pass as a trace for Perfetto, which `ladder.bench.trace` reads as a measured one.
 
 Kernels lie on tracks of their streams, under the names that they have in real traces. Below them is
-one track for each resource, with what holds it.
+what holds each resource, on a track for each stream: a track's slices must not overlap.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ladder.files import write_text
-from ladder.perf.graph import COMPUTES, REDUCES, Operation
+from ladder.perf.graph import COMPUTES, REDUCES, ROUNDED, Operation
+from ladder.perf.graph import LINKS as PUSHED
 from ladder.perf.memory import held_ranks
 from ladder.perf.phases import Prediction
 from ladder.perf.planner.question import Row
@@ -54,6 +56,8 @@ def kernel_name(each: Operation, phase: str, reducer: str, sharded: bool) -> str
     key = each.part if each.kind == "choice" else each.kind
     if key == "all-reduce":
         name = reducer if phase in FUSED else each.algorithm or reducer
+        if name == ROUNDED:  # NCCL gathers what one kernel has rounded and the next one adds
+            return COLLECTIVES["all-gather"]
         return OURS.get(name, COLLECTIVES[key])
     if key in COLLECTIVES:
         return COLLECTIVES[key]
@@ -93,6 +97,8 @@ def describe(operation: Operation) -> str:
         words.append(f"of sublayer {operation.sublayer}")
     if operation.pushes:
         words.append("with its push")
+    if operation.algorithm == ROUNDED:
+        words.append("in 8 bits, with its rounding")
     if operation.backward:
         words.append("backward")
     return " ".join(words)
@@ -121,25 +127,31 @@ def left_out(row: Row, micro_batch: int) -> str:
 def events(row: Row, phase: str, micro_batch: int = 0) -> list[dict[str, Any]]:
     """The events of a Chrome trace. micro_batch: of training, as of `Question`."""
     found = row.prediction
-    streams = dict.fromkeys(each.stream for each in found.graph.operations if each.launched)
+    operations = found.graph.operations
+    streams = dict.fromkeys(each.stream for each in operations if each.launched)
     numbers = {name: STREAM + n for n, name in enumerate(streams)}
-    held = {name: 100 + n for n, name in enumerate(tracks(phase))}
+    used = {(name, each.stream) for each in operations for name in resources(each, phase)}
+    ordered = [pair for pair in product(tracks(phase), (*streams, PUSHED)) if pair in used]
+    held = {pair: 100 + n for n, pair in enumerate(ordered)}
     title = f"predicted: {row.candidate}"
     if said := left_out(row, micro_batch):
         title += f"; {said}"
     config, tp = row.candidate.config, row.candidate.tp
     virtual = phase == "decode" and held_ranks(config, tp) > 1
     kernels = "virtual decode" if virtual else phase
-    sharded = any(each.kind == "barrier" for each in found.graph.operations)
+    sharded = any(each.kind == "barrier" for each in operations)
     made: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
         for pid, name in ((0, title), (1, "resources"))
     ]
-    for pid, names in ((0, numbers), (1, held)):
-        for name, number in names.items():
-            about = {"name": f"stream {number}: {name}" if pid == 0 else name}
-            track = {"ph": "M", "name": "thread_name", "pid": pid, "tid": number}
-            made.append(track | {"args": about})
+    named = [(0, number, f"stream {number}: {name}") for name, number in numbers.items()]
+    for (name, on), number in held.items():
+        of = "what was pushed" if on == PUSHED else f"stream {numbers[on]}"
+        named.append((1, number, f"{name}, {of}"))
+    for pid, number, name in named:
+        made.append(
+            {"ph": "M", "name": "thread_name", "pid": pid, "tid": number, "args": {"name": name}}
+        )
     made.append(
         {"ph": "X", "cat": "user_annotation", "name": phase, "pid": 0, "tid": 0,
          "ts": 0.0, "dur": found.times.total + 2 * PAUSE}
@@ -155,9 +167,8 @@ def events(row: Row, phase: str, micro_batch: int = 0) -> list[dict[str, Any]]:
                          "args": {"stream": stream, **about}}
             )  # fmt: skip
         for name in resources(each, phase):
-            made.append(
-                place | {"cat": "resource", "name": describe(each), "pid": 1, "tid": held[name]}
-            )
+            track = held[name, each.stream]
+            made.append(place | {"cat": "resource", "name": describe(each), "pid": 1, "tid": track})
     return made
 
 

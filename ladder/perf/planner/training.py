@@ -10,6 +10,7 @@ from ladder.models.errors import UserError
 from ladder.models.ranks import Ranks
 from ladder.parallel.refusals import sharded_refusal
 from ladder.perf import memory, phases
+from ladder.perf.cost_training import groups
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.nodes import ENDS, LIKELY, Doubt, links_of
 from ladder.perf.phases import Prediction
@@ -35,8 +36,9 @@ def check(question: Question) -> None:
         raise UserError("--tp is of inference; name the degree in --layouts, as tp4+sp")
     if question.reducers:
         raise UserError("--reducers is of inference; leave it out, layouts have their own")
-    if question.weights != "bf16":
-        raise UserError(f"--weights={question.weights} is of inference; leave it out of --train")
+    for option, stored in (("weights", question.weights), ("cache", question.cache)):
+        if stored != "bf16":
+            raise UserError(f"--{option}={stored} is of inference; leave it out of --train")
     if question.subject.own is not None:
         raise UserError(
             f"--train: {question.subject.name} is a folder, and steps are timed by shape; give a "
@@ -93,6 +95,9 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
     if not question.layouts:
         question.leave_out_degrees(left_out)
     for layout in layouts(question):
+        if missing := _missing(question, layout):
+            left_out.add("all plans", layout.name, missing)
+            continue
         tp = layout.tp
         plans = question.chosen_plans
         if tp == 1 and not question.plans:
@@ -124,6 +129,18 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
                 yield Candidate(plan, config, tp, name, batch)
 
 
+def _missing(question: Question, layout: Layout) -> str:
+    """Why a layout's collectives are not predicted; empty if files have those of all its groups."""
+    replicas, _ = layout.data_parallel(question.gpus)
+    for size in groups(layout.tp, replicas, question.nodes):
+        if size not in question.machines and question.machine.gpus % size == 0:
+            return (
+                f"no file has the collectives of its groups of {size} GPUs; ladder bench machine "
+                f"--nproc {size} --out FILE, and --machine {question.machine.name} FILE"
+            )
+    return ""
+
+
 def held(question: Question, each: Candidate) -> Memory:
     return memory.training(
         each.config, each.way, question.gpus, question.context, each.batch,
@@ -141,7 +158,7 @@ def _predict(
     return phases.train(
         each.config, question.machine, each.way, question.context, each.batch,
         question.micro_batch, question.checkpointing, jitter=jitter, nodes=question.nodes,
-        doubt=doubt,
+        doubt=doubt, machines=question.machines,
     )  # fmt: skip
 
 

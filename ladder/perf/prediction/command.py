@@ -110,9 +110,10 @@ def report(phase: str, found: Sequence[Score]) -> list[str]:
 
 
 def named(point: Any) -> str:
-    """The model, and how its weights are stored if not as usual."""
+    """The model, and how its weights and its cache are stored if not as usual."""
     stored = getattr(point, "weights", "bf16")
-    return point.model if stored == "bf16" else f"{point.model} {stored}"
+    name = point.model if stored == "bf16" else f"{point.model} {stored}"
+    return name if getattr(point, "cache", "bf16") == "bf16" else f"{name}, {point.cache} cache"
 
 
 def plan_of(each: Score) -> str:

@@ -40,6 +40,8 @@ TWO_STREAMS, RIDING_COMMITS = "2026-11-28", ("5c18ef3", "e8b240c", "8b38687")
 BRANCHING_COMMITS = ("e0aaac6", "0fe2e3a", "d3dcdbf", "7e146f2")
 # Products in those before that day, and of these commits, have smaller tiles beside other kernels.
 WIDE_TILES, NARROW_COMMITS = "2026-11-29", ("9900fd3", "b7f6b0e", "c805ead")
+# A cache in fp8 is read byte by byte before that day, and by these commits.
+PAIRED_CACHE, BYTEWISE_COMMITS = "2026-11-30", ("12383da",)
 Chosen = Callable[[Mapping[str, Any]], bool]
 
 
@@ -81,6 +83,11 @@ def before(about: Mapping[str, Any], day: str) -> bool:
 def earlier(about: Mapping[str, Any]) -> bool:
     """Whether a record was made before RIDES_INSIDE."""
     return before(about, RIDES_INSIDE)
+
+
+def reads_bytewise(about: Mapping[str, Any]) -> bool:
+    """Whether a record's kernels read a cache in fp8 byte by byte."""
+    return before(about, PAIRED_CACHE) or str(about.get("commit")).startswith(BYTEWISE_COMMITS)
 
 
 def as_then(machine: Machine, era: Era) -> tuple[Machine, Kernels]:

@@ -1,17 +1,20 @@
 """Whether predictions order what can be run as measurements do, and what a wrong order costs.
 
 Compared are the recorded plans, reducers and layouts of one shape, batch and number of GPUs: what
-`ladder predict MODEL` would choose among. What computes no model (`none`, `no_comm`) is left out.
+`ladder predict MODEL` would choose among, and by its rule. Training steps are compared by their
+time for a token, since layouts do different work in a step. What computes no model (`none`,
+`no_comm`) is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 
+from ladder.perf.planner.question import CLOSE, choose
 from ladder.perf.prediction.eras import SAID
-from ladder.perf.prediction.records import Score
+from ladder.perf.prediction.records import Run, Score
 
 APART = 0.03  # pairs whose measured times are closer have no order
 CHOSEN = ("plan", "reducer", "degree", "no_comm", "layout")  # fields of a point that are a choice
@@ -20,9 +23,10 @@ HEAD = ["order", "choices", "pairs", "tau", "recommended", "regret", "ladder / s
 
 @dataclass(frozen=True)
 class Ranking:
-    """One case. pairs: more than APART apart; right: of those in the predicted order. regret: the
-    measured time of the predicted best over the measured best's, less 1. speedup: for each reducer
-    or layout, predicted less measured speedup of ladder over standard, in points."""
+    """One case. pairs: more than APART apart; right: of those in the predicted order. recommended:
+    what `ladder predict` would. regret: its measured time over the measured best's, less 1.
+    speedup: for each reducer or layout, predicted less measured speedup of ladder over standard, in
+    points."""
 
     case: str
     choices: int
@@ -54,13 +58,15 @@ def rankings(found: Iterable[Score]) -> list[Ranking]:
     return [_ranking(case, [*some.values()]) for case, some in groups.items() if len(some) > 1]
 
 
-def _ranking(case: Sequence[tuple[str, object]], some: Sequence[Score]) -> Ranking:
+def _ranking(case: Sequence[tuple[str, object]], scores: Sequence[Score]) -> Ranking:
+    some = [_of_a_token(each) for each in scores]
     apart = [
         (a, b) for a, b in combinations(some, 2)
         if abs(a.measured - b.measured) > APART * min(a.measured, b.measured)
     ]  # fmt: skip
     right = sum((a.predicted < b.predicted) == (a.measured < b.measured) for a, b in apart)
-    best = min(some, key=lambda each: each.predicted)
+    best = choose(some, _plan, _predicted, _predicted)
+    assert best is not None  # a case has several
     least = min(each.measured for each in some)
     said = dict(case)
     where = ", ".join(
@@ -68,12 +74,31 @@ def _ranking(case: Sequence[tuple[str, object]], some: Sequence[Score]) -> Ranki
     )
     if said.get("weights", "bf16") != "bf16":
         where += f", {said['weights']} weights"
+    if said.get("cache", "bf16") != "bf16":
+        where += f", {said['cache']} cache"
     if said["kernels"]:
         where += f", {said['kernels']}"
     return Ranking(
         f"{said['model']}, {where}", len(some), len(apart), right, _choice(best),
         best.measured / least - 1, tuple(_speedups(some)),
     )  # fmt: skip
+
+
+def _of_a_token(score: Score) -> Score:
+    """Of a training step the times for one of its tokens, as `ladder predict --train` compares
+    them."""
+    if not isinstance(score.point, Run):
+        return score
+    tokens = score.point.tokens
+    return replace(score, measured=score.measured / tokens, predicted=score.predicted / tokens)
+
+
+def _plan(score: Score) -> str:
+    return str(score.point.plan)
+
+
+def _predicted(score: Score) -> float:
+    return score.predicted
 
 
 def _choice(score: Score) -> str:
@@ -114,7 +139,8 @@ def table(found: Sequence[Ranking]) -> list[list[str]]:
 
 
 NOTE = (
-    f"order: choices of one case; tau: Kendall's, of pairs more than {APART:.0%} apart; regret: "
-    f"what the recommended one takes beyond the best, measured; ladder / standard: predicted less "
-    f"measured speedup, points"
+    f"order: choices of one case; tau: Kendall's, of pairs more than {APART:.0%} apart; "
+    f"recommended: as by `ladder predict`, standard unless another plan gains {CLOSE:.0%}; regret: "
+    f"what that takes beyond the best, measured; ladder / standard: predicted less measured "
+    f"speedup, points"
 )

@@ -9,25 +9,36 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.bench.results import read_results
 from ladder.bench.training.points import TrainingPoint, is_virtual, parse_layout, shape_of
+from ladder.config import CHECKPOINTING
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models.eight_bits import EIGHT_BITS
 from ladder.models.errors import UserError
 from ladder.perf import phases
 from ladder.perf.cost import WAY
 from ladder.perf.graph import FUSED
-from ladder.perf.machine import Machine
+from ladder.perf.machine import ATTENTION, Machine
 from ladder.perf.nodes import older_passes, relatives, without_peers
-from ladder.perf.prediction.eras import ERAS, Chosen, Era, as_then, earlier, every, of_era
+from ladder.perf.prediction.eras import (
+    ERAS,
+    Chosen,
+    Era,
+    as_then,
+    earlier,
+    every,
+    of_era,
+    reads_bytewise,
+)
 from ladder.perf.riders import TODAY, Kernels
 
 CALIBRATED = ("llama-3-8b", "none")  # on all GPUs: what fitted values may come from
 RANK = ("quarter-8b", 1)  # on so many GPUs: what a rank of it computes at TP 4
 MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms", "train": "step_ms"}
+Point = TypeVar("Point")
 TP_DEGREE = 4  # T of recorded training steps of plans that depend on it, the default of bench train
 
 
@@ -49,6 +60,14 @@ class Run(TrainingPoint):
     def virtual(self) -> bool:
         """Whether a process computes several ranks of the plan's T."""
         return is_virtual(self, TP_DEGREE)
+
+    @property
+    def tokens(self) -> int:
+        """Those of one step over all copies of the model."""
+        return self.gpus // parse_layout(self.layout).tp * self.batch * self.seq_len
+
+
+KINDS = {each: get_type_hints(each) for each in (InferencePoint, Run)}  # of the fields' values
 
 
 @dataclass(frozen=True)
@@ -72,16 +91,21 @@ class Score:
 
 
 def inference_times(
-    files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None,
-    of: Chosen = every, inside: bool | None = None,
-) -> dict[InferencePoint, float]:  # fmt: skip
+    files: Iterable[Path], machine: Machine, phase: str, of: Chosen = every
+) -> dict[InferencePoint, float]:
     """Milliseconds of each point that was recorded on this machine's GPUs and that is predicted;
-    medians over its records. of: which records, by what they say of their machine. inside: those of
-    prompts that ran by fused operators unasked, or the others; None: all."""
-    found: dict[InferencePoint, list[float]] = {}
-    for point, _, ms in inference_runs(files, machine, phase, left_out, of, inside):
-        found.setdefault(point, []).append(ms)
+    medians over its records. of: as of `inference_runs`."""
+    runs = inference_runs(files, machine, phase, of=of)
+    found = by_point((point, ms) for point, _, ms in runs)
     return {point: statistics.median(times) for point, times in found.items()}
+
+
+def by_point(runs: Iterable[tuple[Point, float]]) -> dict[Point, list[float]]:
+    """All recorded times of each."""
+    found: dict[Point, list[float]] = {}
+    for point, ms in runs:
+        found.setdefault(point, []).append(ms)
+    return found
 
 
 def inference_runs(
@@ -89,13 +113,14 @@ def inference_runs(
     of: Chosen = every, inside: bool | None = None,
 ) -> Iterator[tuple[InferencePoint, str, float]]:  # fmt: skip
     """Each record of a point that is predicted: the point, what tells the run of the benchmark from
-    others (commit and command), and milliseconds. left_out: gets how many are not, by why. of,
-    inside: as of `inference_times`."""
+    others (commit and command), and milliseconds. left_out: gets how many are not, by why. of:
+    which records, by what they say of their machine. inside: those of prompts that ran by fused
+    operators unasked, or the others; None: all."""
     left_out = Counter() if left_out is None else left_out
     names = {each.name for each in fields(InferencePoint)}
     degrees = known_degrees(machine)
     for record in records(files):
-        data, about = record.get("point", {}), record.get("machine", {})
+        data, about = record["point"], record["machine"]
         if "new_tokens" not in data or not of(about):
             continue
         if inside is not None and inside != _ran_inside(record):
@@ -105,9 +130,12 @@ def inference_runs(
         try:
             point = InferencePoint(**{key: data[key] for key in data if key in names})
             ms = record["result"][MEASURED[phase]]
+            _check(point, MEASURED[phase], ms)
         except (KeyError, TypeError) as error:
             raise _cut(files, error) from error
         reason = _inference_refusal(point, phase, degrees, not without_peers(machine))
+        if point.cache == "fp8" and not reason:
+            reason = _cache_refusal(about, machine)
         if reason:
             left_out[reason] += 1
         else:
@@ -116,13 +144,14 @@ def inference_runs(
 
 def _ran_inside(record: Mapping[str, Any]) -> bool:
     """Whether its prompt ran by fused operators without being asked to."""
-    chosen = (record.get("result") or {}).get("chosen", {}).get("prefill", "")
-    return str(chosen).startswith(FUSED) and record["point"].get("reducer") != FUSED
+    chosen = (record.get("result") or {}).get("chosen")  # older records lack it
+    way = str(chosen.get("prefill")) if isinstance(chosen, dict) else ""
+    return way.startswith(FUSED) and record["point"].get("reducer") != FUSED
 
 
 def _elsewhere(record: Mapping[str, Any], machine: Machine, left_out: Counter[str]) -> bool:
     """Whether a record is of other GPUs, or of a point that failed."""
-    gpu = record.get("machine", {}).get("gpu")
+    gpu = record["machine"].get("gpu") or "GPUs that they do not name"
     if not record.get("result"):
         left_out["failed when they were measured"] += 1
     elif gpu != machine.gpu:
@@ -142,8 +171,12 @@ def _inference_refusal(point: InferencePoint, phase: str, degrees: set[int], pee
         return f"on {point.tp} GPUs, of which no machine's file has collectives"
     if point.reducer == FUSED and phase != "prefill":
         return "with reducer=fused, which decodes as push does"
-    if {point.activations, point.cache} != {"bf16"} or point.reducer not in able:
-        return "with activations, a cache or reduces in 8 bits"
+    if point.weights not in ("bf16", *EIGHT_BITS):
+        return f"with weights={point.weights}, which are unknown"
+    if point.cache not in ATTENTION:
+        return f"with cache={point.cache}, which is unknown"
+    if point.activations != "bf16" or point.reducer not in able:
+        return "with activations or reduces in 8 bits"
     if point.degree not in (0, point.tp):
         return "of virtual ranks"
     return (
@@ -153,39 +186,67 @@ def _inference_refusal(point: InferencePoint, phase: str, degrees: set[int], pee
     )
 
 
-def training_times(
+def _cache_refusal(about: Mapping[str, Any], machine: Machine) -> str:
+    """Why a record with a cache in fp8 is not predicted, or nothing."""
+    if reads_bytewise(about):
+        return "with a cache in fp8, read by older kernels"
+    if not machine.family(ATTENTION["fp8"]):
+        return "with a cache in fp8, of which the machine's file has no attention"
+    return ""
+
+
+def training_times(files: Iterable[Path], machine: Machine) -> dict[Run, float]:
+    """Milliseconds of each training step that was recorded on this machine's GPUs; the least."""
+    found = by_point(training_runs(files, machine))
+    return {run: min(times) for run, times in found.items()}
+
+
+def training_runs(
     files: Iterable[Path], machine: Machine, left_out: Counter[str] | None = None,
     of: Chosen = every,
-) -> dict[Run, float]:  # fmt: skip
-    """Milliseconds of each training step that was recorded on this machine's GPUs; the least.
-    left_out, of: as of `inference_runs`."""
+) -> Iterator[tuple[Run, float]]:  # fmt: skip
+    """Each record of a training step that is predicted, and milliseconds. left_out, of: as of
+    `inference_runs`."""
     left_out = Counter() if left_out is None else left_out
     names = {each.name for each in fields(TrainingPoint)}
-    found: dict[Run, float] = {}
     degrees = known_degrees(machine)
     for record in records(files):
-        data, about = record.get("point", {}), record.get("machine", {})
+        data, about = record["point"], record["machine"]
         if "layout" not in data or not of(about) or _elsewhere(record, machine, left_out):
             continue
         try:
             kept = {key: data[key] for key in data if key in names}
             run, ms = Run(**kept, gpus=about["ranks"]), record["result"]["step_ms"]
+            _check(run, "step_ms", ms)
         except (KeyError, TypeError) as error:
             raise _cut(files, error) from error
         if run.gpus not in degrees:
             left_out[f"on {run.gpus} GPUs, of which no machine's file has collectives"] += 1
         elif run.dtype != "bfloat16" or not run.compile:
             left_out["of steps that are not compiled, or not in bfloat16"] += 1
+        elif run.checkpointing not in CHECKPOINTING:
+            left_out[f"with checkpointing={run.checkpointing}, which is unknown"] += 1
         else:
-            found[run] = min(ms, found.get(run, math.inf))
-    return found
+            yield run, ms
+
+
+def _check(point: InferencePoint | Run, name: str, ms: object) -> None:
+    """Raise TypeError for values of a wrong kind: counts are whole numbers that are not negative,
+    and a time is above 0."""
+    for key, kind in KINDS[type(point)].items():
+        value = getattr(point, key)
+        alike = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+        if not alike or (isinstance(value, int) and value < 0):
+            raise TypeError(f"{key}={value!r}")
+    if isinstance(ms, bool) or not isinstance(ms, int | float) or not 0 < ms < math.inf:
+        raise TypeError(f"{name}={ms!r} is no time")
 
 
 def _cut(files: Iterable[Path], error: Exception) -> UserError:
     said = ", ".join(map(str, files))
     return UserError(
-        f"{said}: a record lacks a field, or has one that is unknown ({error}); name files that "
-        f"this version of `ladder bench` has written"
+        f"{said}: a record lacks a field, or has one that is unknown or wrong ({error}); name "
+        f"files that this version of `ladder bench` has written"
     )
 
 
@@ -195,7 +256,9 @@ def records(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
             raise UserError(
                 f"{file} does not exist, or is a folder; name the inference.jsonl of a benchmark"
             )
-        yield from read_results(file)
+        for record in read_results(file):
+            parts = {part: record.get(part) or {} for part in ("point", "machine")}
+            yield {**record, **parts}
 
 
 def known_degrees(machine: Machine) -> set[int]:
@@ -234,7 +297,8 @@ def predicted(
     asked = resolve(point), machine, point.tp, point.reducer, point.batch
     if phase == "decode":
         context = context_of(point)
-        found = phases.decode(*asked, context, weights=point.weights, kernels=kernels)
+        stored = {"weights": point.weights, "cache": point.cache}
+        found = phases.decode(*asked, context, **stored, kernels=kernels)
     else:
         found = phases.prefill(*asked, point.prompt, weights=point.weights, inside=inside)
     return found.us / 1e3
@@ -251,21 +315,20 @@ def scores(
     found = []
     ways = (True, False) if phase == "prefill" else (None,)
     for (era, (tried, kernels), of), inside in itertools.product(_eras(machine, phase), ways):
-        times: dict[Any, float] = {}
-        if phase == "train":
-            times |= training_times(files, tried, left_out, of)
-        else:
-            times |= inference_times(files, tried, phase, left_out, of, inside)
-        for point, ms in times.items():
-            if isinstance(point, Run):
-                seen = is_training_calibration(point, tried)
-            else:
-                seen = is_calibration(point, tried)
+        runs: Iterable[tuple[Any, float]] = training_runs(files, tried, left_out, of)
+        if phase != "train":
+            some = inference_runs(files, tried, phase, left_out, of, inside)
+            runs = ((point, ms) for point, _, ms in some)
+        for point, times in by_point(runs).items():
             try:
                 us = predicted(phase, point, tried, kernels, inside is not False)
             except UserError as error:  # a checkpoint that is not here, a curve not in the file
-                left_out[f"({error})"] += 1
+                left_out[f"({error})"] += len(times)
                 continue
+            if isinstance(point, Run):
+                ms, seen = min(times), is_training_calibration(point, tried)
+            else:
+                ms, seen = statistics.median(times), is_calibration(point, tried)
             found.append(Score(phase, point, ms, us, seen, era, inside))
     return found
 
