@@ -57,7 +57,8 @@ from ladder.train.loop import train
 
 RECIPE = "tiny"
 PLANS = ("standard", "ladder", "desync-4x", "accumulate-4x")
-OWN = ("data", "out", "plan", "init", "tp", "tp_degree")  # keys of the recipe that are set here
+# Keys of the recipe that are set here.
+OWN = ("data", "out", "plan", "init", "tp", "tp_degree", "tensorboard")
 RESULTS, TABLE = "residual.jsonl", "residual.txt"
 INITIAL, TRAINED = "initial", "trained"
 

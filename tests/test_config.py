@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,42 @@ def test_a_model_that_is_no_name_or_mapping(model: Any) -> None:
 def test_overrides_that_cannot_be_applied(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         apply_overrides({"model": "tiny"}, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (["model.num_layers=2", "model=tiny"], "give model=tiny first"),
+        (["convert_layers.every=1", "convert_layers={}"], "give convert_layers={} first"),
+        (["steps=2", "steps=3"], "give steps once"),
+        (["out=a", "out=b"], "give out once"),
+        (["model.num_layers=2", "model.num_layers=3"], "give model.num_layers once"),
+    ],
+)
+def test_an_override_that_undoes_another_is_refused(overrides: list[str], remedy: str) -> None:
+    """The later one would count, and the other be lost."""
+    message = "override '{1}' comes after '{0}', which it would undo; ".format(*overrides)
+    with pytest.raises(UserError, match=f"^{re.escape(message + remedy)}$"):
+        load_train_config("tiny", overrides)
+
+
+@pytest.mark.parametrize("name", ["init", "teacher", "wandb"])
+def test_a_word_for_none_is_no_text(name: str, tmp_path: Path) -> None:
+    """A folder or a project of that name would be taken, or asked for, in silence."""
+    file = tmp_path / "a.yaml"
+    for word in ("null", "None", "false", "~", "off"):
+        message = f"{name}={word} would name a .*; for none, leave {name} out, or write {name}="
+        with pytest.raises(UserError, match=message):
+            load_train_config("tiny", [f"{name}={word}"])
+    for value in ("false", "'null'"):
+        file.write_text(f"data: d\nout: o\n{name}: {value}\n")
+        with pytest.raises(UserError, match=f"{name}=.* would name a .*; for none, leave {name}"):
+            load_train_config(str(file), [])
+    for value in ("", "null", "''"):
+        file.write_text(f"data: d\nout: o\n{name}: {value}\n")
+        assert getattr(load_train_config(str(file), []), name) == ""
+    assert getattr(load_train_config("tiny", [f"{name}=nullable"]), name) == "nullable"
+    assert load_train_config("tiny", ["out=null"]).out == "null"
 
 
 def test_overrides_reach_into_a_named_model() -> None:

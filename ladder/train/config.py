@@ -47,6 +47,9 @@ FREE_ON_RESUME = (
     "model",
 )
 
+# What people write for none. Text is taken literally, so it would name a folder or a project.
+NOT_TEXT = ("null", "none", "~", "false", "true", "no", "off")
+
 DISTILLING = ("distill_weight", "distill_temperature")  # they mean nothing without a teacher
 
 # Limits far above any run: the windows of a step are listed before the first is read, and `epochs`
@@ -296,6 +299,15 @@ def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
             raise UserError(
                 f"{name}= is empty; give a value, leave it out, or write {name}=null for none"
             )
+    for name, what in (("init", "folder"), ("teacher", "folder"), ("wandb", "project")):
+        if data.get(name, "") is None:  # `wandb:` or `wandb: null` in the file
+            data[name] = ""
+        value = given.get(name, data.get(name, ""))
+        if str(value).lower() in NOT_TEXT:
+            raise UserError(
+                f"{name}={value} would name a {what}; for none, leave {name} out, or write {name}= "
+                f"(empty)"
+            )
     instead = [("steps", "epochs"), ("epochs", "steps"), ("init", "model")]
     if data.get("model"):  # a recipe of pretraining, whose plan belongs to its own model
         instead += [("init", "plan"), ("init", "tp_degree")]
@@ -343,6 +355,18 @@ def _refuse_own_plan(source: str, data: Mapping[str, Any], given: Mapping[str, A
     )
 
 
+def as_started(old: Mapping[str, Any], new: TrainConfig, model: ModelConfig) -> TrainConfig:
+    """`new` for a resumed run that kept the plan of `init`, where it names that plan.
+
+    The plan then is None again, as in `old`. model: that of the run.
+    """
+    kept = old.get("init") and old.get("plan") is None and old.get("tp_degree") is None
+    if not kept or new.plan is None:
+        return new
+    named = replace(model, plan=new.plan, tp_degree=new.tp_degree)
+    return replace(new, plan=None, tp_degree=None) if named == model else new
+
+
 def refuse_changes(
     old: Mapping[str, Any], new: TrainConfig, run: Path, moved: Collection[str] = ()
 ) -> None:
@@ -383,7 +407,8 @@ def refuse_length(old: Mapping[str, Any], new: TrainConfig, epochs: float, run: 
 
 def differs(name: str, now: Any, before: Any, run: Path) -> UserError:
     """The error for an option that must stay as it was when the run in `run` was started."""
+    now, before = ("null" if value is None else repr(value) for value in (now, before))
     return UserError(
-        f"{name}={now!r} differs from the run in {run}, which was started with "
-        f"{name}={before!r}; resume with that, or start a new run with another out"
+        f"{name}={now} differs from the run in {run}, which was started with "
+        f"{name}={before}; resume with that, or start a new run with another out"
     )

@@ -18,17 +18,27 @@ from ladder.train.step import to_host
 class Interruption:
     """Inside a `with`, SIGTERM is recorded and does not end the process.
 
+    It is blocked, too, since child processes inherit that: a signal to the whole process group, as
+    SLURM sends it, would end the compilers that torch.compile has started, and the step with them.
+    A thread that began earlier does not block it; Python then runs the handler in the main thread.
+
     Only in the main thread: in others Python allows no signal handlers, and SIGTERM keeps its
     effect.
     """
 
     def __init__(self) -> None:
-        self.noted = False
+        self.handles = self._handled = False
+
+    @property
+    def noted(self) -> bool:
+        """Whether SIGTERM was received."""
+        return self._handled or (self.handles and signal.SIGTERM in signal.sigpending())
 
     def __enter__(self) -> Interruption:
         self.handles = threading.current_thread() is threading.main_thread()
         if self.handles:
             self.before = signal.signal(signal.SIGTERM, self._note)
+            self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         return self
 
     def __exit__(
@@ -38,10 +48,11 @@ class Interruption:
         trace: TracebackType | None,
     ) -> None:
         if self.handles:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)  # a pending one is handled here
             signal.signal(signal.SIGTERM, self.before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.noted = True
+        self._handled = True
 
     def on_any_rank(self, device: torch.device) -> Tensor:
         """Whether any rank has received SIGTERM: [1] on the device, above 0 if so; no host wait.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ladder.checkpoint import checkpoints
 from ladder.data.mix import open_sources
 from ladder.data.verify import Verification
 from ladder.lock import Lock, hold
@@ -28,7 +29,7 @@ from ladder.train.checkpointer import Checkpointer
 from ladder.train.config import TrainConfig, due
 from ladder.train.evaluate import Heldout, bits_per_byte
 from ladder.train.interruption import Interruption
-from ladder.train.metrics import Metrics
+from ladder.train.metrics import Metrics, read_metrics
 from ladder.train.objective import Distillation, Objective, cross_entropy
 from ladder.train.optim import learning_rate, make_optimizer
 from ladder.train.prefetch import Batch, Prefetcher, read_batch
@@ -327,9 +328,27 @@ class Trainer:
             kept = f"The steps before it could not all be saved: {failed}"
         return UserError(
             f"step {step + 1}: loss={outcome.sums[0]}, gradient norm={outcome.norm}: not finite"
-            f"{where}. {kept}; start another run with a lower lr={self.run.config.lr}, or "
-            f"dtype=float32, from init={self.run.folder} perhaps"
+            f"{where}. {kept}; {self._remedy()}"
         )
+
+    def _remedy(self) -> str:
+        """What to do about a step that is not finite. A collective."""
+        config = self.run.config
+        asked = f"start another run with a lower lr={config.lr}"
+        if config.lr * config.weight_decay >= 1:  # a step takes that share off every weight
+            asked += f" or weight_decay={config.weight_decay} (their product must be below 1)"
+        elif config.dtype != "float32":
+            asked += ", or dtype=float32"
+        healthy = launch.from_first(_healthy(self.run.folder) if launch.rank() == 0 else None)
+        return f"{asked}, perhaps from init={healthy}" if healthy else asked
+
+
+def _healthy(folder: Path) -> Path | None:
+    """A run's newest checkpoint after which a loss no higher than its first one was recorded."""
+    losses = [(each["step"], each["loss"]) for each in read_metrics(folder) if "loss" in each]
+    good = max((step for step, loss in losses if loss <= losses[0][1]), default=0)
+    # The loss of a step is that of the weights before it.
+    return next((path for step, path in reversed(checkpoints(folder)) if step < good), None)
 
 
 def _first_not_finite(loss: float, drawn: list[int]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.checkpoint import checkpoints, model_hash, newest, read_json
+from ladder.checkpoint import checkpoints, model_hash, newest, read_config, read_json
 from ladder.data.batches import Batches
 from ladder.data.prepared import TokenData
 from ladder.files import write_text
@@ -22,7 +22,7 @@ from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.parallel.data import data_parallel, size_of
 from ladder.train import state
-from ladder.train.config import TrainConfig, differs, refuse_changes, refuse_length
+from ladder.train.config import TrainConfig, as_started, differs, refuse_changes, refuse_length
 from ladder.train.evaluate import check_heldout
 from ladder.train.metrics import check_packages, connect, read_metrics
 from ladder.train.start import Start, starting_point
@@ -166,6 +166,11 @@ def check_run(
     # A run that resumes has its model in its own folder, which is checked first. Its length is
     # compared after all from which epochs are turned into steps.
     record = _check_folder(folder, config, content, resume, found, left)
+    if record is not None:
+        config = as_started(record["config"], config, read_config(found[-1][1]))
+        # Weights come from the checkpoint, and the teacher is known by its files.
+        moved = ("init", "teacher") if "teacher" in record else ("init",)
+        refuse_changes(record["config"], config, folder, moved)
     config = config.with_steps(len(windows))
     unevaluated = record is not None and _check_length(folder, config, epochs, record)
     teacher = teacher_record(config) if config.teacher else None
@@ -248,15 +253,12 @@ def _check_folder(
     if not found:
         return None  # a new run, or one that ended before its first checkpoint
     record = state.verified(found)
-    # Weights come from the checkpoint, and the teacher is known by its files.
-    moved = ("init", "teacher") if "teacher" in record else ("init",)
     if record.get("data") != fingerprint:
         raise UserError(
             f"data={config.data} has changed since the run in {run} was started; "
             f"resume with the data it was started with, several sources in their old order and "
             f"weights"
         )
-    refuse_changes(record["config"], config, run, moved)
     return record
 
 

@@ -31,6 +31,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import local_parameters, local_tensor
+from ladder.train.config import differs
 from ladder.train.shards import MOMENTS, OPTIMIZER
 
 SAVED = "saved.json"  # names the run's first checkpoint
@@ -121,11 +122,13 @@ def restore(
     """
     stored = read_config(folder)
     if stored != config:
-        names = [k for k, v in stored.to_dict().items() if config.to_dict()[k] != v]
+        now = config.to_dict()
+        for key, before in stored.to_dict().items():
+            if key != "plan" and now[key] != before:  # records of a plan depend on the layers, too
+                raise differs(f"model.{key}", now[key], before, folder.parent.parent)
         raise UserError(
-            f"the checkpoint {folder} is of another model: {', '.join(names)} differ "
-            f"(plan {stored.plan.name!r} there, {config.plan.name!r} here); resume with the "
-            f"run's own config"
+            f"the checkpoint {folder} is of another plan ({stored.plan.name!r} there, "
+            f"{config.plan.name!r} here); resume with the run's own config"
         )
     fill(model, TensorReader(folder, WEIGHTS))
     reader = TensorReader(folder, OPTIMIZER)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from ladder.checkpoint import newest
 from ladder.models.errors import UserError
 from ladder.train import metrics, shards
+from ladder.train.interruption import Interruption
 from ladder.train.loop import train
 from tests.commands import Start
 from tests.train.runs import losses, recipe, steps_of, stored, training, untimed, weights
@@ -97,6 +100,21 @@ def test_sigterm_saves_and_ends_in_order(
         assert losses(run) == losses(tmp_path / "whole")
         for name, value in weights(tmp_path / "whole").items():
             assert torch.equal(value, weights(run)[name]), name
+
+
+def test_sigterm_spares_the_compilers_of_a_step() -> None:
+    """Sent to the whole process group, it would end them, and the step with a traceback."""
+    compiler = ["sh", "-c", "kill -TERM $$; exit 3"]
+    codes: list[int] = []
+    with Interruption() as interruption:
+        thread = threading.Thread(target=lambda: codes.append(subprocess.call(compiler)))
+        thread.start()  # as torch.compile does
+        thread.join()
+        assert not interruption.noted
+        signal.raise_signal(signal.SIGTERM)
+        assert interruption.noted
+    assert interruption.noted
+    assert [*codes, subprocess.call(compiler)] == [3, -signal.SIGTERM]
 
 
 def test_a_full_disk_loses_no_checkpoint(corpus: Path, tmp_path: Path, start: Start) -> None:

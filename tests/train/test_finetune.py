@@ -178,6 +178,22 @@ def test_a_plan_is_that_of_init_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert load_train_config(str(recipe), ["init=runs/b"]).plan == "hybrid"
 
 
+def test_the_plan_of_init_may_be_named_when_the_run_resumes(
+    chats: Path, base: Path, tmp_path: Path
+) -> None:
+    """And left out again. Another plan is refused, and so is none where one was asked for."""
+    run = tmp_path / "run"
+    train(tuning(chats, base, run, plan=None), device="cpu", stop_after=1)
+    with pytest.raises(UserError, match=r"^plan='hybrid' differs .* started with plan=null; "):
+        train(tuning(chats, base, run, plan="hybrid"), device="cpu", resume=True)
+    train(tuning(chats, base, run, plan="standard"), device="cpu", resume=True, stop_after=2)
+    train(tuning(chats, base, run, plan=None), device="cpu", resume=True, stop_after=3)
+    assert len(losses(run)) == 3
+    train(tuning(chats, base, tmp_path / "asked"), device="cpu", stop_after=1)
+    with pytest.raises(UserError, match=r"^plan=null differs .* started with plan='hybrid'; "):
+        train(tuning(chats, base, tmp_path / "asked", plan=None), device="cpu", resume=True)
+
+
 def test_a_plan_of_ones_own_recipe_is_not_dropped(tmp_path: Path) -> None:
     """Of a recipe with a model, which `init` replaces: only its writer knows what it is for."""
     path = tmp_path / "mine.yaml"

@@ -17,7 +17,7 @@ from ladder.train import shards, step
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools
-from tests.train.runs import go_on, recipe, steps_of, untimed, weights
+from tests.train.runs import go_on, losses, recipe, steps_of, untimed, weights
 
 
 def poisoned(rank: int, world: int, settings: dict[str, Any]) -> tuple[str, list[int]]:
@@ -115,6 +115,33 @@ def test_a_loss_that_is_not_finite_on_a_full_disk_claims_no_checkpoint(
         assert "could not all be saved: " in message
         assert "step-000002 cannot be written" in message
         assert not steps_of(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({}, "a lower lr=0.01"),
+        ({"dtype": "bfloat16"}, "a lower lr=0.01, or dtype=float32"),
+        (
+            {"weight_decay": 1e3},
+            "a lower lr=0.01 or weight_decay=1000.0 (their product must be below 1)",
+        ),
+    ],
+)
+def test_the_remedy_names_what_may_have_diverged(
+    corpus: Path, tmp_path: Path, changes: dict[str, Any], remedy: str
+) -> None:
+    """Weights are suggested only if a loss as low as at the beginning was recorded with them."""
+    settings = recipe(corpus, tmp_path / "run", checkpoint_interval=1, **changes).to_dict()
+    message = spoilt_at(0, 1, settings, 4)
+    recorded = losses(tmp_path / "run")
+    found = f"; start another run with {remedy}"
+    if "weight_decay" in changes:
+        assert recorded[1] > recorded[0]
+    else:
+        assert recorded[2] < recorded[0]
+        found += f", perhaps from init={tmp_path / 'run' / 'checkpoints' / 'step-000002'}"
+    assert message.endswith(found)
 
 
 def spoilt_at(

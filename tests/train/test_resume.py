@@ -108,8 +108,17 @@ def test_a_checkpoint_of_another_plan_is_refused(corpus: Path, tmp_path: Path) -
     path = newest(tmp_path / "run") / "train.json"
     path.write_text(path.read_text().replace('"ladder"', '"standard"'))
     seal(path)
-    with pytest.raises(UserError, match="of another model: plan differ"):
+    with pytest.raises(UserError, match=r"of another plan \('ladder' there, 'standard' here\)"):
         train(recipe(corpus, tmp_path / "run", plan="standard"), device="cpu", resume=True)
+
+
+def test_a_model_of_another_shape_is_named_with_its_value(corpus: Path, tmp_path: Path) -> None:
+    """And not the plan, whose records depend on the number of layers, but which is the same."""
+    run = tmp_path / "run"
+    train(recipe(corpus, run), device="cpu", stop_after=2)
+    message = f"^model.num_layers=3 differs from the run in {run}, .*with model.num_layers=2; "
+    with pytest.raises(UserError, match=message):
+        train(recipe(corpus, run, model={**SHAPE, "num_layers": 3}), device="cpu", resume=True)
 
 
 def test_a_run_that_never_saved_can_be_resumed(
