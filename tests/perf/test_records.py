@@ -1,0 +1,130 @@
+"""Records that `ladder predict` reads: values of a wrong kind, and what is not scored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ladder.cli import main
+from ladder.perf.machine_files import load
+from ladder.perf.prediction.records import scores
+
+LINE: dict[str, Any] = {
+    "machine": {"gpu": "NVIDIA H200", "ranks": 4}, "result": {"decode_ms": 1.0, "prefill_ms": 7.0},
+    "point": {"model": "llama-3-8b", "plan": "ladder", "reducer": "push", "tp": 4, "batch": 1,
+              "prompt": 1024, "new_tokens": 64, "layers": 32},
+}  # fmt: skip
+STEP: dict[str, Any] = {
+    "machine": {"gpu": "NVIDIA H200", "ranks": 4}, "result": {"step_ms": 300.0},
+    "point": {"model": "llama-3-8b", "layers": 12, "plan": "ladder", "layout": "tp4+sp",
+              "seq_len": 8192, "batch": 1, "micro_batch": 1, "dtype": "bfloat16",
+              "checkpointing": "none", "compile": True, "later": 1},
+}  # fmt: skip
+
+
+def changed(record: dict[str, Any], **values: object) -> dict[str, Any]:
+    """A record with other values, of whichever part has such a key, or of its point."""
+    parts = {key: dict(part) for key, part in record.items()}
+    for key, value in values.items():
+        part = next((each for each in parts.values() if key in each), parts["point"])
+        part[key] = value
+    return parts
+
+
+@pytest.mark.parametrize("command", ["validate", "llama-3-8b --calibrate"])
+@pytest.mark.parametrize(
+    ("record", "key", "value"),
+    [
+        (LINE, "batch", "4"),
+        (LINE, "batch", True),
+        (LINE, "new_tokens", -1),
+        (LINE, "p2p", "on"),
+        (LINE, "decode_ms", None),
+        (LINE, "decode_ms", 0),
+        (LINE, "decode_ms", -1.0),
+        (LINE, "decode_ms", float("nan")),
+        (LINE, "prefill_ms", "3"),
+        (STEP, "compile", 1),
+        (STEP, "step_ms", None),
+    ],
+)
+def test_values_of_a_wrong_kind_are_refused_in_one_line(
+    record: dict[str, Any], key: str, value: object, command: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """`--calibrate` reads passes without communication, among those it needs."""
+    lines = [changed(LINE, plan="none"), changed(record, plan="none", **{key: value})]
+    file = tmp_path / "records.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    assert main(["predict", *command.split(), str(file)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"{key}={value!r}" in said
+    assert "`ladder bench`" in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        [],
+        3,
+        {**LINE, "point": []},
+        {**LINE, "machine": "h200"},
+        {**LINE, "result": {"other": 1}},
+        {**LINE, "point": {"new_tokens": 64}},
+        {**LINE, "point": {"layout": "tp4+sp", "unknown": 1}},
+    ],
+)
+def test_what_is_no_record_is_refused_in_one_line(
+    line: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "records.jsonl"
+    file.write_text(json.dumps(line), encoding="utf-8")
+    assert main(["predict", "validate", str(file)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert str(file) in said
+    assert "`ladder bench`" in said
+
+
+def test_records_in_other_formats_are_not_scored(tmp_path: Path) -> None:
+    """Of weights and a cache in 8 bits there are predictions, of other such formats there are none;
+    the file's other records are scored."""
+    known = ({}, {"weights": "int8"}, {"cache": "fp8"})
+    others = ({"cache": "int4"}, {"weights": "fp8", "activations": "fp8"}, {"reducer": "async-fp8"})
+    lines = [{**LINE, "point": {**LINE["point"], **each}} for each in (*known, *others)]
+    file = tmp_path / "records.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    for phase in ("decode", "prefill"):
+        assert len(scores([file], load("h200x4"), phase)) == 3
+
+
+def test_records_that_are_not_scored_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By why: another machine's, of settings without a prediction, a model that is not here, of
+    which two records are of one point. A key of a later version changes nothing."""
+    others = ({"later": 1}, {"p2p": False}, {"tp": 3}, {"degree": 8}, {"weights": "int4"})
+    lines = [changed(LINE, **each) for each in (*others, *2 * ({"model": "runs/gone"},))]
+    lines += [STEP, changed(STEP, compile=False), changed(STEP, checkpointing="some")]
+    lines += [changed(STEP, plan="standard", no_comm=True, layout="some")]
+    lines += [changed(LINE, gpu="another"), {**LINE, "result": None}, {**LINE, "machine": None}]
+    file = tmp_path / "records.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    assert main(["predict", "validate", str(file), "--json"]) == 0
+    found = capsys.readouterr()
+    assert [row["phase"] for row in json.loads(found.out)] == ["decode", "prefill", "train"]
+    said = found.err
+    assert "decode: not scored: 1 without access to peers' memory" in said
+    assert "prefill: not scored: 1 on 3 GPUs, of which no machine's file has collectives" in said
+    assert "decode: not scored: 1 on another" in said
+    assert "decode: not scored: 1 failed when they were measured" in said
+    assert "decode: not scored: 1 of virtual ranks" in said
+    assert "train: not scored: 1 of steps that are not compiled, or not in bfloat16" in said
+    assert "decode: not scored: 1 on GPUs that they do not name" in said
+    assert "decode: not scored: 1 with weights=int4, which are unknown" in said
+    assert "train: not scored: 1 with checkpointing=some, which is unknown" in said
+    assert "train: not scored: 1 (--layouts: 'some' of 'some' is unknown" in said
+    (gone,) = [line for line in said.splitlines() if line.startswith("decode") and "gone" in line]
+    assert "not scored: 2 (" in gone
