@@ -1,0 +1,103 @@
+"""Which of the recorded results the shipped machine files are made from (`machines.py`)."""
+
+from __future__ import annotations
+
+FILES = (
+    "2026-11-21-figures-h200x4.jsonl",
+    "2026-11-21-half-8b-h200x2.jsonl",
+    "2026-11-21-inference-h200x4.jsonl",
+    "2026-11-21-p2p-off-h200x4.jsonl",
+    "2026-11-21-quality-latency-h200x4.jsonl",
+    "2026-11-21-table1-h200x4.jsonl",
+    "2026-11-22-accumulate-h200x2.jsonl",
+    "2026-11-22-frame-after-2b-h200x2.jsonl",
+    "2026-11-22-frame-after-h200x4.jsonl",
+    "2026-11-22-rare-reduces-half-8b-h200x2.jsonl",
+    "2026-11-22-table1-h200x2.jsonl",
+    "2026-11-22-virtual-ranks-h200x2.jsonl",
+    "2026-11-23-quarter-8b-h200.jsonl",
+    "2026-11-24-decode-h200.jsonl",
+    "2026-11-24-quarter-8b-before-h200.jsonl",
+    "2026-11-24-quarter-8b-h200.jsonl",
+)
+COMM = {2: "2026-11-22-comm-h200x2.jsonl", 4: "2026-11-21-comm-h200x4.jsonl"}
+CALIBRATION = (
+    "2026-11-21-inference-h200x4.jsonl",
+    "2026-11-21-figures-h200x4.jsonl",
+    "2026-11-22-frame-before-h200x4.jsonl",
+    "2026-11-22-frame-after-h200x4.jsonl",
+    "2026-11-21-train-ahead-h200x4.jsonl",
+    "2026-11-21-train-8b-again-h200x4.jsonl",
+)
+# H100s as a user would describe them: all of `ladder bench machine`, and records to calibrate by.
+H100S = {
+    1: (
+        "2026-11-24-machine-h100x1.json",
+        "2026-11-24-inference-h100.jsonl",
+        "2026-11-26-fp8-h100.jsonl",
+    ),
+    2: (
+        "2026-11-26-machine-h100x2.json",
+        "2026-11-26-inference-h100x2.jsonl",
+        "2026-11-26-train-8b-h100x2.jsonl",
+    ),
+}
+# Of today's kernels, on one GPU.
+TODAY = (
+    "2026-11-24-eight-bits-few-rows-h200.jsonl",
+    "2026-11-24-int8-h200.jsonl",
+    "2026-11-24-quarter-8b-h200.jsonl",
+)
+# Of four H200s: what is taken of a file of `ladder bench machine`, and records to calibrate by.
+FOUR_MEASURED = "2026-11-27-machine-h200x4.json"
+FOUR_PARTS = "exchange", "product_beside_direct", "direct_beside_product"
+PEERS_MEASURED, PEERS_PARTS = "2026-11-29-machine-peer-h200x4.json", ("peer-copy",)
+FOUR_CALIBRATION = (
+    "2026-11-27-inference-again-h200x4.jsonl",
+    "2026-11-27-fp8-again-h200x4.jsonl",
+    "2026-11-27-train-again-h200x4.jsonl",
+)
+# Today's products and attention, on one GPU; and records to calibrate their steps on four by.
+STEPS_MEASURED, STEPS_PARTS = "2026-11-27-machine-steps-h200x1.json", ("product", "attention")
+STEPS_CALIBRATION = (
+    "2026-11-27-inference-keys-h200x4.jsonl",
+    "2026-11-27-inference-keys-64-h200x4.jsonl",
+    "2026-11-27-fp8-again-h200x4.jsonl",
+)
+# And attention over long contexts and over a cache in fp8, of kernels from 48081be on.
+LONG_MEASURED, LONG_KEYS = "2026-11-30-machine-attention-h200x1.json", 4096
+# And by weights in fp8, whose products O and down take float16.
+HALVES_CALIBRATION = (*STEPS_CALIBRATION[:2], "2026-11-28-fp8-halves-h200x4.jsonl")
+
+# Files of `ladder bench machine` in results/, and the parts of each that are taken, by their names
+# for --only. Of a rate the median over many runs stays; a file has that of one.
+# What is not taken, and why:
+# - prompt-attention: of heads of 128 values, and half of the recorded models have heads of 64.
+# - matrix: prompts and training are predicted better with it, operators worse, whose chunks take
+#   the rate of a whole product of as few rows, with its waves of tiles.
+# - all-gather, reduce-scatter: 96 of 64 MiB take 16 ms by these curves, as in `ladder bench ops`,
+#   and a recorded training step of TP 2 with SP 6 ms more than without them. Half of an all-reduce
+#   stands for each.
+# - beside: in the middle of a product an all-reduce waits for its end, so that there was one for
+#   each product: 397 and 386 us, for 144 and 347 alone. In a model it begins where a product ends.
+#   The curves of decode steps come without what changes of streams take, which row_beside_nccl
+#   includes. Products lose 3 % to copies where they are below the limit of power, and more where
+#   the copies' power is missing, as in the trace that COPIES is from.
+MEASURED: dict[str, tuple[str, ...]] = {
+    "2026-11-23-machine-h200x2.json": (
+        "values",
+        "all-reduce",
+        "peer-copy",
+        "exchange",
+        "copy",
+    ),
+    "2026-11-24-machine-h200x1.json": ("product", "landing"),
+    "2026-11-24-attention-h200x1.json": ("attention",),
+}
+# Of the parts that are taken, what is left out, and why.
+LEFT_OUT = {
+    "2026-11-23-machine-h200x2.json": {
+        "launch_us": "stands for changes of streams and for room on a multiprocessor, too",
+        "host_launch_us": "that of one host; hosts of the records differ",
+    },
+}
