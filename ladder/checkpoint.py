@@ -42,7 +42,7 @@ from ladder.reader import TensorReader, read_json, some
 SHARD_BYTES = 2**30  # the approximate size of a checkpoint's files; a larger tensor has its own
 WEIGHTS = "model"
 ARCHITECTURE = "LadderForCausalLM"  # the class of our transformers models, in config.json
-QUANTISATION = "quantization_config"  # in config.json, Hugging Face's key: others refuse it
+QUANTISATION = "quantization_config"  # Hugging Face's key in config.json: other loaders refuse it
 GENERATION = "generation_config.json"  # Hugging Face's: end-of-text tokens, sampling options
 CHECKSUMS = "checksums.json"  # of a run's checkpoint: the SHA-256 of every file, see `digest`
 RECORD = "train.json"  # of a run's checkpoint: its step and recipe
@@ -257,8 +257,8 @@ def first_damage(folder: Path, names: Collection[str] | None = None) -> str | No
 
 
 def model_hash(folder: Path) -> str:
-    """A hash that tells the model of a folder from others: of config.json, and of each file of its
-    weights the size and SAMPLE bytes at both ends."""
+    """A hash that tells a folder's model from others: of config.json, and of the size and SAMPLE
+    bytes at both ends of each file of weights."""
     found = {"config.json": checksum(folder / "config.json")}
     with contextlib.closing(TensorReader(folder, WEIGHTS, quantised=True)) as reader:
         names = {chunk.file for chunks in reader.files.values() for chunk in chunks}
@@ -294,9 +294,9 @@ def load_model(
 ) -> Transformer:
     """The model of a folder, sharded over `mesh` (None: one process), ready to run.
 
-    dtype: None keeps the stored one; of several among its matrices, one that holds all values.
-    reducer: see `shard_model`. weights: a name in QUANTISED, to store matrices so as they are read.
-    Each process reads its own slices. Matrices in 8 bits stay so.
+    dtype: None keeps the stored one (see `stored_dtype`). reducer: see `shard_model`. weights: a
+    name in QUANTISED, the type in which to store the matrices while they are read; None: as they
+    are. Matrices in 8 bits keep their type. Each process reads only its own slices.
     """
     model, reader = _opened(folder)
     refuse_cut_blocks(model, 1 if mesh is None else mesh.size(), str(folder))
@@ -311,7 +311,7 @@ def load_model(
 
 
 def stored_dtype(model: Transformer, reader: TensorReader) -> torch.dtype:
-    """The dtype of the model's matrices in a folder; of several, one that holds all their values.
+    """The dtype of the model's matrices in a folder; if they differ, one that holds all values.
 
     Matrices in 8 bits and their scales do not count: they keep their types. Nor do norms and
     biases, which some folders have in float32 beside matrices in 16 bits.
@@ -336,7 +336,8 @@ def _read(
     model: Transformer, reader: TensorReader, own: int, name: str, local: Tensor,
     part: tuple[slice, ...],
 ) -> None:  # fmt: skip
-    """Copy a parameter's slices from its tensor, which lacks `own` of its first dimensions."""
+    """Copy the slices `part` of a parameter to `local`, from the parameter's tensor in the files,
+    which lacks `own` of its first dimensions."""
     reader.check_shape(name, model.shapes[name][own:])
     local.copy_(reader.part(name, part[own:]))
 

@@ -218,8 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         nproc = getattr(options, "nproc", 1)
         launch.check_nproc(nproc)
-        # A mistake is told before torch is imported and ranks are started. Ranks of torchrun meet
-        # first, and tell it once.
+        # Mistakes are reported before torch is imported and ranks are started. Ranks started by
+        # torchrun join their group first, so that they report a mistake once.
         code = 0
         if hasattr(options, "check") and launch.world_size() == 1:
             code = launch.run(_checked, (options,))
@@ -239,7 +239,7 @@ def _checked(options: argparse.Namespace) -> int:
 
 
 def _near_command(words: Sequence[str]) -> str:
-    """A hint where the second word is nearly that of a command of two."""
+    """A hint where the second word is nearly that of a command of two words."""
     seconds = [each.split()[1] for each in JOINED if each.split()[0] == words[0]] if words else []
     near = get_close_matches(words[1], seconds, n=1, cutoff=0.8) if words[1:] else []
     return f" (did you mean '{words[0]} {near[0]}'?)" if near else ""

@@ -38,7 +38,7 @@ def checksum(path: Path) -> str:
 def usual_mode(path: Path) -> None:
     """Give a file the default mode of new files; safetensors restricts its files to the owner.
 
-    A new file shows that mode: reading the umask would change it for a moment, in every thread.
+    A new file shows that mode. Reading the umask would change it for a moment, in all threads.
     """
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -70,7 +70,7 @@ def check_writable(path: Path, option: str = "--out") -> None:
             return
         except OSError as error:
             if isinstance(error, FileNotFoundError) and left:
-                continue  # another process that checks, too, has removed a folder that it had made
+                continue  # another process, which checks too, has removed a folder that it made
             shown = brief(str(path), 80) if error.errno == errno.ENAMETOOLONG else path
             raise UserError(
                 f"{option}={shown} cannot be written ({error.strerror}); choose another path, or "

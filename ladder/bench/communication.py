@@ -42,7 +42,7 @@ CALLS, REPLAYS, ROUNDS = 20, 5, 7
 THEIRS = ("nccl", "torch one-shot", "torch two-shot")
 OURS = ("push", "two-shot")
 RESULTS = "comm.jsonl"
-# A dispatch table is of these sizes, the default ones, and of this type: its bounds are bytes.
+# A dispatch table is made from these sizes, the default ones, and this dtype: its bounds are bytes.
 TABLE_SIZES, TABLE_DTYPE = SIZES, "bfloat16"
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 
@@ -195,7 +195,7 @@ def table(results: Mapping[int, Mapping[str, AllReduceTimes]]) -> str:
 def dispatch_of(
     results: Mapping[int, Mapping[str, AllReduceTimes]], source: str, known: Dispatch
 ) -> Dispatch:
-    """The dispatch table for the results. known: what has been measured elsewhere, of prompts."""
+    """The dispatch table for the results. known: the table whose entries for prompts are kept."""
     times = {size: {name: each.us for name, each in row.items()} for size, row in results.items()}
     return Dispatch(derive(times), source, known.prefill)
 
@@ -230,8 +230,8 @@ def check_options(options: Any) -> None:
 
 
 def _check_whole(options: Any) -> None:
-    """Raise UserError unless what is measured suffices for a table: it replaces the one of this GPU
-    and number of ranks, for all sizes."""
+    """Raise UserError unless the options measure all that a table needs: it replaces the whole one
+    of this GPU and number of ranks."""
     if options.dtype != TABLE_DTYPE:
         raise UserError(
             f"--write-table with --dtype={options.dtype}: the table is of {TABLE_DTYPE}; leave one "

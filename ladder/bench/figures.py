@@ -67,8 +67,8 @@ def lines(
     """Lines as SVG: name -> (x, y); a name is drawn to the right of its line's last point.
 
     ticks, y_ticks: the ticks of a logarithmic axis; (): a linear axis. zero: the meaning of the
-    line y = 0, which is then drawn. colours: those of lines whose names are no plans. bands: the
-    least and the most of a line's points, drawn as an area around it.
+    line y = 0, which is then drawn. colours: the colours of lines whose names are no plans. bands:
+    the least and the greatest y of each point of a line, drawn as an area around it.
     """
     figure, axes, above = _canvas(height, title, (subtitle, y_label))
     if zero:

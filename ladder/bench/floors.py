@@ -30,7 +30,7 @@ def matrix_rate(device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Median over REPEATS; the first also warms up."""
+    """The median time of `work` over REPEATS runs, of which the first also warms up."""
     times = []
     for _ in range(REPEATS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -48,7 +48,7 @@ def prefill_floor_s(
 ) -> float:  # fmt: skip
     """Seconds: FLOPs over `rate`, or reading the weights once at `speed`, whichever is longer.
 
-    It is no floor of products in fp8 if `rate` is of others, as that of `matrix_rate`.
+    It is no floor for products in fp8 if `rate` is that of another type, as from `matrix_rate`.
     """
     flops = prefill_flops(config, tp, batch, prompt)
     return max(flops / rate, layer_weight_bytes(config, tp, weights) / speed)

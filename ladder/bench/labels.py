@@ -13,10 +13,10 @@ Segment = tuple[float, float, float, float]
 
 BESIDE = 9.0  # from a point to a label beside it
 NEAR = 12.0  # a label farther from its point is connected with it by a line
-STEP, REACH = 7.5, 120.0  # of the places that are tried, up and down
+STEP, REACH = 7.5, 120.0  # places are tried up and down, STEP apart, as far as REACH
 SIDEWAYS = (0.0, 22.0, 45.0, 70.0)  # beyond BESIDE, to the left and to the right
 TRIED, PASSES = 60, 8
-# Costs of a place, in points of distance to which they are equal.
+# Costs of a place, each as the distance in points that costs the same.
 OUTSIDE, ON_LABEL, ON_MARK, LINE_ON_LABEL, LINE_ON_MARK, LINES, ON_LINE, LEFT = (
     900, 500, 250, 60, 40, 25, 20, 4,
 )  # fmt: skip
@@ -35,11 +35,11 @@ def place(
     points: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]],
     marks: Sequence[Rectangle], inside: Rectangle, lines: Sequence[Segment] = (),
 ) -> list[Place]:  # fmt: skip
-    """A place for the label of each point, of a width and height, within `inside`.
+    """A place within `inside` for the label of each point. sizes: the labels' widths and heights.
 
-    marks: what labels must not cover, the marks of the points among it; lines: what they should
-    not. The labels take turns, each taking the place that costs least among the places of the
-    others, until none moves.
+    marks: rectangles that labels must not cover, with the points' own marks. lines: segments that
+    they should not cover. The labels take turns: each moves to the place that costs least while
+    the others stay, until none moves.
     """
     tried = [
         sorted(places(point, size, marks, inside, lines), key=lambda each: each.cost)[:TRIED]
@@ -86,7 +86,7 @@ def places(
 
 
 def among(own: Place, others: Sequence[Place]) -> float:
-    """What it costs to be where the others are."""
+    """The cost of overlaps and crossings between a place and the others."""
     cost = 0.0
     for each in others:
         cost += ON_LABEL * overlap(own.box, each.box)

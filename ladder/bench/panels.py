@@ -52,7 +52,7 @@ class Panel:
 
 
 def colour(name: str) -> str:
-    """A plan's colour: its own, or that of one of its kind, as accumulate-8x of accumulate-4x."""
+    """A plan's colour: its own, or a related plan's, as accumulate-4x's for accumulate-8x."""
     kind = name.partition("-")[0].partition("@")[0]
     alike = (each for each in COLOURS if each.partition("-")[0] == kind)
     return COLOURS.get(name) or COLOURS.get(next(alike, ""), INK)
@@ -123,11 +123,11 @@ def _label(
     axes: Any, spots: Sequence[Spot], ends: Sequence[tuple[float, float]], texts: Sequence[str],
     lines: Sequence[Segment], measure: Any,
 ) -> None:  # fmt: skip
-    """Write a text beside each point, where it covers no other text, no mark, and if possible
-    none of `lines`, from (x, y) to (x, y)."""
+    """Write a text beside each point, where it covers no other text or mark and, if possible, none
+    of `lines`, segments in data coordinates."""
 
     def drawn(x: float, y: float) -> tuple[float, float]:
-        """In points."""
+        """Data coordinates in points."""
         across, up = axes.transData.transform((x, y))
         return float(across), float(up)
 
@@ -152,7 +152,7 @@ def _label(
     for each, note, point, end in zip(found, written, at, ends, strict=True):
         middle = (each.box[1] + each.box[3]) / 2
         note.set_position((each.box[0] - point[0], middle - point[1]))
-        if each.box[2] < point[0]:  # a browser's font is narrower or wider: it ends at the point
+        if each.box[2] < point[0]:  # ends at the point, also in a browser's narrower or wider font
             note.set_position((each.box[2] - point[0], middle - point[1]))
             note.set_horizontalalignment("right")
         elif each.box[0] < point[0]:

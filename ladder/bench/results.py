@@ -16,7 +16,7 @@ WRITTEN = "name the results of a benchmark, a .jsonl that `ladder bench` has wri
 
 
 def read_results(file: Path) -> list[dict[str, Any]]:
-    """The records of a file. Raises UserError if a line is not JSON, or no record."""
+    """The records of a file. Raises UserError if a line is not JSON, or not a record."""
     records: list[dict[str, Any]] = []
     try:
         lines = file.read_text(encoding="utf-8").splitlines()

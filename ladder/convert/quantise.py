@@ -45,7 +45,7 @@ def untied(config: ModelConfig) -> ModelConfig:
 def in_eight_bits(
     todo: Sequence[Recipe], reader: TensorReader, config: ModelConfig, kind: str
 ) -> list[Made]:
-    """The tensors of these recipes for a folder of `untied(config)`, matrices stored in `kind`."""
+    """The tensors of these recipes for a folder of `untied(config)`, with matrices in `kind`."""
     found = {each.name: each for each in todo}
     found.setdefault(HEAD, replace(found[EMBEDDING], name=EMBEDDING))
     model = meta_model(untied(config))

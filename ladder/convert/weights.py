@@ -117,7 +117,7 @@ def make(recipe: Recipe, reader: TensorReader) -> Tensor:
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor to write: its size, and what makes it, called once and in order."""
+    """A tensor to write: its size, and the function that makes it, called once and in order."""
 
     name: str
     nbytes: int

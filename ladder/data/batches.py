@@ -44,8 +44,8 @@ class Batches(ABC):
     ) -> torch.Tensor | None:
         """Whether a document begins at each position of `tokens`: bool [len(indices), seq_len].
 
-        end: the token that ends a document. None: documents are not kept apart, and the result is
-        None, but for conversations, which are always kept apart.
+        end: the token that ends a document. If it is None, documents are not kept apart and the
+        result is None, except for conversations, which are always kept apart.
         """
         return None if end is None else document_begins(tokens, end)
 
@@ -54,7 +54,7 @@ class Batches(ABC):
         """The number of targets in the windows `indices`."""
 
     def notes(self, drawn: int) -> list[str]:
-        """Lines about the windows, to print before training, which draws so many."""
+        """Lines to print before training, which draws `drawn` windows."""
         return []
 
     @abstractmethod
@@ -139,9 +139,9 @@ class Windows(Batches):
     def _order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
         """The permutation of all windows in one epoch.
 
-        The last two are cached, since a step may span two epochs. Raw generator output is sorted
-        because numpy guarantees that it never changes, which it does not for `permutation`: a run
-        that resumes after an upgrade reads on in the same order.
+        The last two are cached, since a step may span two epochs. Raw generator output is sorted,
+        since numpy guarantees that this output never changes, but not that of `permutation`. So a
+        run that resumes after an upgrade of numpy reads on in the same order.
         """
         key = (seed, epoch)
         if key not in self._orders:

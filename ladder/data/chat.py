@@ -51,8 +51,8 @@ class EncodeChat:
         self._names = re.compile("|".join(names) or r"(?!)")
 
     def ends_answers(self) -> bool:
-        """Whether the template writes a special token behind an answer, by a short example; True
-        where it refuses that one."""
+        """Whether the template writes a special token after an answer, as tried with a short
+        example; True if it refuses the example."""
         self._open()
         example = [{"role": role, "content": "a"} for role in ("user", "assistant")]
         try:
@@ -121,8 +121,8 @@ class EncodeChat:
             yield tokens.astype("<u4", copy=False)
 
     def _learnt(self, text: str, answer: npt.NDArray[Any]) -> int:
-        """The number of tokens to learn: up to the end token, which a new line may follow; all, if
-        the answer goes on after its last special token."""
+        """The number of an answer's tokens to learn: up to the end token, which a new line may
+        follow; all of them if other text follows the last special token."""
         ends = np.flatnonzero(np.isin(answer, self._special))
         after = self._names.split(text)[-1]
         return int(ends[-1]) + 1 if len(ends) and not after.strip() else len(answer)

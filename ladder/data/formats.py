@@ -134,7 +134,7 @@ def read_documents(part: FilePart, field: Field) -> Iterator[Document]:
 def _refuse_records(path: Path, text: str, field: Field) -> None:
     """Raise UserError for JSON lines or a list of records, which are not to be read as one text.
 
-    They are told by the field of the text in the first: folders of code have other JSON.
+    Records are recognised by the text field of the first one: folders of code hold other JSON.
     """
     text = text.strip()
     what, remedy = "one object a line", f"rename it to {path.with_suffix('.jsonl').name}"

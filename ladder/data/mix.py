@@ -39,7 +39,7 @@ class Mix(TokenData):
 
     @property
     def ends(self) -> int | list[int]:
-        """Of all sources: text has the tokenizer's end token, conversations their template's."""
+        """The end tokens of all sources: the tokenizer's for text, the template's for chats."""
         found = list(dict.fromkeys([self.eos_id, *(source.eos_id for source in self.sources)]))
         return found if len(found) > 1 else found[0]
 

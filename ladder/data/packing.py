@@ -19,8 +19,8 @@ class Conversations(NamedTuple):
 
     starts: the position of each one's first token. sizes: the positions that it takes in a window.
     targets: how many of those have a target. truncated: the number of conversations cut because
-    they are longer than a window. unanswered: the number left out because no
-    answer begins within one.
+    they are longer than a window. unanswered: the number left out because no answer begins within
+    a window.
     """
 
     starts: Integers

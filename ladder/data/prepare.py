@@ -176,8 +176,8 @@ def _check_options(
 class Encoding:
     """A tokenizer, and how `prepare` encodes with it.
 
-    definition: its tokenizer.json. beside: other files of the tokenizer that go into the folder, by
-    name. token_bytes: bytes of text per token, int32 [vocab_size]. dtype: of the stored tokens.
+    definition: the bytes of its tokenizer.json. beside: the texts of the tokenizer's other files,
+    by name. token_bytes: bytes of text per token, int32 [vocab_size]. dtype: of the stored tokens.
     """
 
     definition: bytes

@@ -54,7 +54,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
         self.deadline = float("inf")
-        self.memory, self.looked = 0, float("-inf")  # of the process, and when it was read
+        self.memory, self.looked = 0, float("-inf")  # the process's, and when it was read
         self.fresh = True  # whether it was read for the current work
         del self.globals["lipsum"]  # generates text of any length
         self.filters = {name: self._watched(each) for name, each in self.filters.items()}

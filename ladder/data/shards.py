@@ -25,7 +25,7 @@ from ladder import files, lock
 from ladder.data.streams import compared
 from ladder.models.errors import UserError
 
-KEPT = 2  # finished units from which on a call that fails keeps them
+KEPT = 2  # a call that fails keeps its finished units if there are at least so many
 
 
 class Unfinished:
@@ -175,9 +175,9 @@ class Unfinished:
 def unfinished(out: Path) -> Iterator[Unfinished]:
     """The unfinished work for `out`, locked for this process.
 
-    Its folder is removed at the end of the body; if the body fails, it is kept from KEPT finished
-    units on, and always if the process is killed. Raises UserError if another process holds the
-    lock, or if `out` cannot be written.
+    Its folder is removed at the end of the body. If the body fails, the folder is kept if it has
+    KEPT finished units or more; if the process is killed, it is always kept. Raises UserError if
+    another process holds the lock, or if `out` cannot be written.
     """
     with lock.hold(files.beside(out), f"out={out}"):
         work = Unfinished(out)

@@ -38,7 +38,7 @@ class Stream(NamedTuple):
 
     @property
     def rows(self) -> tuple[str, str, str, str]:
-        """What determines the rows: streams of the same are the same, however they are written."""
+        """The values that determine the rows. Streams with equal ones are the same stream."""
         return self.dataset, self.config, self.split, self.revision
 
 

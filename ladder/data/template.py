@@ -38,7 +38,7 @@ class RenderError(UserError):
 
 
 class Piece(NamedTuple):
-    """A part of a conversation's text. answer: whether the model writes it; with its end token."""
+    """A part of a conversation's text. answer: the model writes it, including the end token."""
 
     text: str
     answer: bool

@@ -23,7 +23,7 @@ from ladder.data.workers import in_order
 from ladder.models.errors import UserError
 from ladder.progress import Progress
 
-NOTHING = {  # the state of work of which nothing is done
+NOTHING = {  # the state before any work is done
     "cursor": Cursor(), "read": 0, "names": Names(), "left_out": {}, "first_left_out": {},
 }  # fmt: skip
 ENOUGH = 1000  # conversations read before the share left out is checked
@@ -33,8 +33,8 @@ ENOUGH = 1000  # conversations read before the share left out is checked
 class Tokenisation:
     """The corpus of a call of `prepare`, and how to tokenise it.
 
-    size: of the sources in bytes, if it is known. encode: encodes a unit of them. The other fields
-    are arguments of `prepare`.
+    size: the sources' bytes, if known. encode: reads and tokenises a unit of the sources. The other
+    fields are arguments of `prepare`.
     """
 
     sources: Sequence[Source | Stream]
@@ -47,7 +47,7 @@ class Tokenisation:
     workers: int
 
     def run(self, work: Unfinished, paths: Sequence[str | Path] | None) -> None:
-        """Append all that is missing to the shards of `work`. paths: of the corpus, for errors."""
+        """Append all that is missing to the shards of `work`. paths: the corpus, for errors."""
         goal = (self.size, "bytes") if self.max_tokens is None else (self.max_tokens, "tokens")
         while True:
             start = work.state["read"] if self.max_tokens is None else _tokens(work)

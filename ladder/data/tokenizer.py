@@ -33,7 +33,7 @@ TAME = frozenset(
     ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "Nmt",
      "BertNormalizer", "ByteLevel", "Prepend")
 )  # fmt: skip
-GROWTH, BLOCK = 32, 1024  # most characters made of one; characters that are checked at once
+GROWTH, BLOCK = 32, 1024  # most characters made from one; characters that are checked at once
 
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:

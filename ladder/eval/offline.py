@@ -31,7 +31,7 @@ from ladder.eval.definitions import CHOICES, questions
 from ladder.files import checksum, make_folder, write_text
 from ladder.models.errors import UserError
 
-VERSION = 2  # of the data built from a text
+VERSION = 2  # the version of the data built from a text, for its index
 # The tasks of ladder/eval/tasks, and the file that each reads.
 TASKS = {
     "local_heldout": "heldout",

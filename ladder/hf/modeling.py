@@ -281,7 +281,7 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         names = (name for name, each in self.named_modules() if each is module)
         for name, parameter in module.named_parameters(next(names), recurse=False):
-            # One without memory has its values on disk.
+            # A parameter on `meta` has its values on disk.
             if not (getattr(parameter, "_is_hf_initialized", False) or parameter.is_meta):
                 seed = int(torch.randint(2**62, ()))
                 generator = torch.Generator(parameter.device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What of transformers our models refuse, where it would fail less clearly or compute wrongly."""
+"""Features of transformers that our models refuse: they would fail unclearly or compute wrongly."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ class Cache:
     neighbour's prefill wrote beyond a sequence's end are overwritten before they are read. Call
     `at` before each forward pass, and pass `mask()` to the model for decoding.
 
-    kind: `auto` stores them in the model's type, `fp8` in e4m3 with a power of two for each head
-    and position, whose exponent is a byte (`exponents` of ladder.models.storage). A scale needs no
-    calibration then, and no value overflows. What prompts and decode steps store are the bytes of
-    `rounded(x, "fp8", LEAST_CACHED)`, of keys and values in the model's type.
+    kind: `auto` stores keys and values in the model's dtype. `fp8` stores them in e4m3 with a scale
+    for each head and position: a power of two, kept as its exponent's byte (`exponents` of
+    ladder.models.storage). So scales need no calibration, and no value overflows. Prompts and
+    decode steps store the same bytes: `rounded(x, "fp8", LEAST_CACHED)` of x in the model's dtype.
     """
 
     def __init__(self, model: Transformer, batch: int, length: int, kind: str = "auto") -> None:
@@ -61,7 +61,7 @@ class Cache:
             each.view(torch.uint8).zero_()
 
     def layer_exponents(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """The exponents of a layer's keys and of its values, [R * B, heads, length] each."""
+        """The exponents of a layer's keys and values, uint8 [R * B, heads, length], for fp8."""
         if self.key_exponents is None or self.value_exponents is None:
             return None
         return self.key_exponents[layer], self.value_exponents[layer]
@@ -69,7 +69,7 @@ class Cache:
     def at(self, positions: Tensor, extent: int) -> None:
         """Set the positions [B, S] of the next tokens.
 
-        extent: the number of positions that attention reads, above the largest position.
+        extent: the number of cached positions that attention reads, at least max(positions) + 1.
         """
         self.positions = positions.repeat(self.held, 1)
         self.extent = extent
@@ -100,11 +100,11 @@ class Cache:
 
 
 def reading(model: Transformer, tokens: Tensor, kind: str) -> dict[str, Any]:
-    """The inputs with which a pass over tokens [B, S] reads all keys and values from a cache.
+    """Arguments of a forward pass over tokens [B, S] that reads all keys and values from a cache.
 
-    A generation's prompt attends to its own keys and values before they are stored. In such a pass
-    every token attends to what is stored, as tokens after the prompt do. kind: of the cache;
-    `auto`: no cache, which computes the same.
+    In generation, a prompt attends to its keys and values as they are before the cache stores them.
+    With these arguments every token attends to the stored ones, as tokens after the prompt do.
+    kind: the cache's type. `auto` gives no arguments: a cache would compute the same.
     """
     if kind == "auto":
         return {}

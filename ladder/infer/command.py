@@ -25,24 +25,24 @@ from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.dispatch import size_text
 
-CONTEXT = 32  # tokens before a new one, about, with which it is decoded
+CONTEXT = 32  # about the number of earlier tokens with which a new token is decoded
 
 
 class TokenPrinter:
-    """Prints one completion token by token, without a character whose bytes are incomplete.
+    """Prints one completion token by token, and holds back characters whose bytes are incomplete.
 
-    prompt: its tokens. text: printed before the completion, with its first token. Only the last
-    tokens are decoded for a new one: the time that takes does not grow with the text. They begin
-    with a character: of one without its first byte, decoders may lose all bytes that follow.
+    prompt: the prompt's token ids. text: printed before the completion, with its first token. A new
+    token is decoded with only the last few tokens, so its time does not grow with the text. These
+    begin with a whole character: if its first byte is missing, decoders may lose all that follow.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], text: str) -> None:
         self.tokenizer, self.before = tokenizer, text
-        self.tokens: list[int] = []  # that are not printed yet
+        self.tokens: list[int] = []  # not printed yet
         start = max(0, len(prompt) - CONTEXT)
         while start and tokenizer.decode(prompt[start:]).startswith("\ufffd"):
             start -= 1
-        self.shown = [prompt[start:]]  # whole characters each
+        self.shown = [prompt[start:]]  # groups of tokens, each of whole characters
 
     def _text(self) -> str:
         return continuation(self.tokenizer, [*chain(*self.shown)], self.tokens)
@@ -117,7 +117,7 @@ def generate_command(options: argparse.Namespace) -> int:
             )
     except KeyboardInterrupt:
         if printer is not None:
-            print()  # what is said of it begins a line
+            print()  # so that the message about it begins a new line
         raise
     except NotFiniteError as error:
         raise UserError(
@@ -144,7 +144,7 @@ def generate_command(options: argparse.Namespace) -> int:
 
 
 def _template_of(options: argparse.Namespace) -> str | None:
-    """The template to open: a file's, which implies --chat, "" for the tokenizer's, or None."""
+    """The template to open: a file (which implies --chat), "" for the tokenizer's own, or None."""
     return options.chat_template or ("" if options.chat else None)
 
 

@@ -1,4 +1,4 @@
-"""The device of an engine: made the current one, its free memory, and copies from it."""
+"""An engine's device: making it the current one, its free memory, and copies to the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class Placed(Protocol):
-    """What works on one device."""
+    """An object that works on one device."""
 
     device: torch.device
 
@@ -29,14 +29,14 @@ Owner = TypeVar("Owner", bound=Placed)
 
 
 def device_of(model: Transformer) -> torch.device:
-    """Where its weights are."""
+    """The device of the model's weights."""
     return local_tensor(model.model.embed_tokens.weight).device
 
 
 def on_its_device(
     method: Callable[Concatenate[Owner, Arguments], Result],
 ) -> Callable[Concatenate[Owner, Arguments], Result]:
-    """A method that runs with its owner's `device` as the current one."""
+    """Decorate a method so that it runs with its owner's `device` as the current one."""
 
     @functools.wraps(method)
     def run(owner: Owner, *args: Arguments.args, **options: Arguments.kwargs) -> Result:
@@ -47,32 +47,34 @@ def on_its_device(
 
 
 def free_bytes(device: torch.device) -> float:
-    """The memory that is free on a GPU; a CPU's is not limited here."""
+    """The free bytes of a GPU; infinite for a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
 
 
 def least_free(device: torch.device, reducer: Reducer) -> float:
-    """The free memory of the rank that has least, the same on every rank, which all must call."""
+    """The free bytes of the rank with the least. Every rank must call this and gets the same."""
     return -float(reducer.max_(torch.tensor(-free_bytes(device), dtype=torch.float64).to(device)))
 
 
 def release(device: torch.device) -> None:
-    """Wait until a GPU has finished, and give back to it what torch keeps of freed memory."""
+    """Wait until a GPU has finished, and release the freed memory that torch's allocator keeps."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 
 def pass_bytes(model: Transformer, batch: int, width: int) -> float:
-    """A conservative estimate of the memory of a pass over `width` tokens of each sequence, beside
-    the weights and the cache."""
+    """A conservative estimate of a pass's bytes, besides the weights and the cache.
+
+    The pass is over `width` tokens of each of `batch` sequences.
+    """
     config, processes = model.config, model.reducer.ranks.processes
     whole = inference_bytes(config, processes, batch, width, 0)
     return (whole - inference_bytes(config, processes, 0, 0, 0)) * _itemsize(model) / BF16
 
 
 def session_bytes(model: Transformer, batch: int, length: int, cache: str) -> float:
-    """A conservative estimate of the memory of a session before its first prompt."""
+    """A conservative estimate of a session's bytes before its first prompt."""
     kind, scale = ("fp8", 1.0) if cache == "fp8" else ("bf16", _itemsize(model) / BF16)
     kept = cache_bytes(model.config, model.reducer.ranks.processes, batch * length, kind)
     return kept * scale + pass_bytes(model, batch, 1)

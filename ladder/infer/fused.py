@@ -67,7 +67,7 @@ class FusedAttention(Sublayer):
     A single token per sequence is a decode step and needs no mask; longer inputs are prompts that
     start at position 0 and use torch's attention. folded: the norm's weight of each held rank, for
     its packed matrix. table: the rotary table of all positions. arrived: the attention
-    kernel's counters. halves: the output's decode products take their input in float16.
+    kernel's counters. halves: in decode steps the output's product takes its input in float16.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ def fused_add_norm(
     assert weight.dim() == 1 or len(weight) == len(residual), "a weight for each virtual rank"
     # A sum has the rows of one rank, which are added to the residual of each virtual rank.
     pairs = [(value.reshape(-1, size).contiguous(), factor) for value, factor in addends]
-    rows = residual.reshape(-1, size).contiguous()  # those of virtual ranks begin as one
+    rows = residual.reshape(-1, size).contiguous()  # virtual ranks share a residual at first
     landed, normed = add_rms_norm(rows, pairs, weight, norm.eps)
     return landed.view(residual.shape), normed.view(residual.shape)
 
@@ -245,7 +245,7 @@ def fuse(model: Transformer) -> InferenceTransformer:
         overlaps = Overlap(config, *where, weight.dtype, base.group)
 
     def gains(norm: nn.Module) -> list[Tensor]:
-        """Of each held rank: that of all ranks, or its own."""
+        """The norm's weight for each held rank: the shared one, or the rank's own."""
         gain = _gain(norm)
         return list(gain) if gain.dim() == 2 else [gain] * base.ranks.held
 
@@ -260,8 +260,8 @@ def fuse(model: Transformer) -> InferenceTransformer:
         return _take(layers[layer].mlp, FusedMLP(config, layers[layer].mlp, gains(norm), splits))
 
     def head(config: ModelConfig) -> nn.Module:
-        # The final mean averages normed residuals over ranks: their norm keeps its weight. Without
-        # it, of ranks that differ to the end the head reads the first.
+        # The final mean averages the ranks' normed residuals, so their norm keeps its weight.
+        # Without a final mean, the head reads the first rank if ranks differ to the end.
         return pack([model.lm_head], [] if plan.final_mean else gains(model.model.norm)[:1])
 
     embedding = FusedEmbedding(model.model.embed_tokens)
@@ -303,8 +303,8 @@ def _refuse(shape: torch.Size) -> PassFactory:
 
 
 def _splits(matrix: ParallelLinear, weight: Tensor) -> bool:
-    """Whether decode steps multiply weights in e4m3 by pieces of their input: in bfloat16, with a
-    scale for each row, and on a GPU only on Hopper's, for whose tensor cores that is cut."""
+    """Whether decode steps multiply e4m3 weights by pieces of their input. This needs bfloat16, a
+    scale for each row and, on a GPU, Hopper, for whose tensor cores the pieces are cut."""
     hopper = not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] == 9
     stored = local(matrix.weight).dtype == torch.float8_e4m3fn and matrix.scales.dim() == 1
     return hopper and stored and weight.dtype == torch.bfloat16
@@ -328,8 +328,8 @@ class PassReducers:
     """The reducers of a fused model's passes: `choose` decides by the tokens' shape [B, S].
 
     base: the model's own reducer. token_bytes: the size of one token's partial. insists: prompts
-    run by fused operators (`FusedPrompts`). overlaps: see `Overlap`; None: nothing does. splits:
-    see `DecodeReducer`.
+    must run by fused operators (`FusedPrompts`). overlaps: see `Overlap`; None: no prompt runs by
+    operators that overlap. splits: see `DecodeReducer`.
     """
 
     def __init__(
@@ -357,7 +357,7 @@ class PassReducers:
     def choice(self, shape: torch.Size, mode: Mode | None = None) -> Choice:
         """The choice for a pass over tokens of `shape`, with its reason.
 
-        mode: whether the pass runs in a CUDA graph; None: as calls made now.
+        mode: whether the pass runs in a CUDA graph; None: the mode of the current code.
         """
         mode, overlaps = mode or current_mode(), self.overlaps
         phase = "decode" if shape[1] == 1 else "prefill"

@@ -1,4 +1,4 @@
-"""CUDA graphs: work is recorded once and replayed without new kernel launches; and its times."""
+"""CUDA graphs, which record work once and replay it without new kernel launches; timing."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ Result = TypeVar("Result")
 
 @functools.cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream of all captures. What operators keep for each stream (ladder.ops.workspace) would
-    otherwise be made anew for each graph, and streams of torch's pool be used twice."""
+    """The stream of all captures on a device.
+
+    With a new stream for each graph, operators would make their buffers for each stream
+    (ladder.ops.workspace) anew each time, and torch's pool would hand out the same streams again.
+    """
     return torch.cuda.Stream(device)
 
 
 def capture_graph(work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
     """A CUDA graph of `work`, captured after warm-up runs, and the result of `work`.
 
-    The warm-up runs what the graph will hold, which may be other implementations of `ladder.ops`
-    than without one. All ranks of a group must call this together.
+    The warm-up runs the implementations of `ladder.ops` that the graph will hold; eager calls may
+    run others. All ranks of a group must call this together.
     """
     stream = capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())

@@ -1,12 +1,12 @@
-"""Inputs of decode products in float16: attention's output and SwiGLU's, for weights in e4m3.
+"""float16 inputs of decode products with weights in e4m3: attention's output and SwiGLU's.
 
-Hopper converts two values of e4m3 to float16 by one instruction, and to bfloat16 by four. float16
-holds nothing beyond 65504; but both inputs have bounds, by Cauchy and Schwarz: no normed input of D
+Hopper converts two e4m3 values to float16 with one instruction, and to bfloat16 with four. float16
+holds nothing beyond 65504, but both inputs have bounds, by Cauchy and Schwarz: no normed input of D
 elements is longer than sqrt(D), so no element of its product is beyond sqrt(D) times the length of
 the weight's row. (The row is multiplied by the norm's weight where that is not folded into the
-matrix.) By that bound they are scaled by a power of two, which scales of weights take up: no kernel
-multiplies by it. What changes is the rounding, which loses no more than bfloat16's of an element
-above 2^-31 of the bound; and where the cache is in fp8, what is below its least scale.
+matrix.) The inputs are scaled by a power of two that follows from this bound. The weights' scales
+absorb the factor, so no kernel multiplies by it. Only rounding changes: elements above 2^-31 of the
+bound lose no more than in bfloat16. With an fp8 cache, values below its least scale change, too.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ def halve_swiglu(gate_up: Matrix, gain: Tensor, down: Matrix) -> None:
 def halve_attention(
     qkv: Matrix, gain: Tensor, bias: Tensor | None, values: int, output: Matrix
 ) -> None:
-    """Scale values, the last `values` rows of `qkv` and `bias`, so that float16 holds what
-    attention gives `output`: none of its elements is beyond the largest value. gain: as above."""
+    """Scale attention's values so that float16 holds the input of `output`.
+
+    No element of attention's output is beyond the largest value. values: the number of rows of
+    values, the last ones of `qkv` and `bias`. gain: as in `halve_swiglu`.
+    """
     most = _lengths(qkv, gain)[-values:] * math.sqrt(qkv.weight.shape[1])
     if bias is not None:
         most += bias[-values:].abs()
@@ -47,7 +50,7 @@ def halve_attention(
 
 
 def _lengths(matrix: Matrix, gain: Tensor) -> Tensor:
-    """Of the rows of a matrix in e4m3, times `gain`: [N] float32."""
+    """The lengths of the rows of an e4m3 matrix, times `gain`: [N] float32."""
     assert matrix.scales is not None
     rows = matrix.weight
     squares = [(rows[some].float() * gain).square().sum(1) for some in pieces(*rows.shape)]
@@ -55,7 +58,7 @@ def _lengths(matrix: Matrix, gain: Tensor) -> Tensor:
 
 
 def _exponent(bound: Tensor) -> int:
-    """Of the power of two by which what has this bound becomes at most MOST."""
+    """The exponent of the power of two that scales values within `bound` to at most MOST."""
     most = float(bound)
     if not math.isfinite(most) or most == 0:  # there is nothing to scale
         return 0
@@ -63,7 +66,7 @@ def _exponent(bound: Tensor) -> int:
 
 
 def _scale(source: Matrix, rows: slice, target: Matrix, exponent: int) -> None:
-    """Scale `rows` of what `source` gives, which is what `target` takes."""
+    """Scale `rows` of the output of `source` by 2^exponent, and undo that in `target`'s product."""
     assert source.scales is not None
     assert target.scales is not None
     source.scales, target.scales = source.scales.clone(), target.scales * 2.0**-exponent

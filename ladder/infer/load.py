@@ -70,10 +70,10 @@ def dtype_of(weights: str, dtype: str) -> str:
 def kinds_of(
     weights: str, folder: Path, device: torch.device, activations: str
 ) -> tuple[str | None, str | None]:
-    """The 8-bit type that a folder's matrices are still to be stored in, and their own; or None.
+    """The 8-bit type to convert a folder's matrices to, and the one that they are in; each or None.
 
-    Raises UserError if the folder holds another type, if the device cannot read the type, and if
-    it has no products with `activations`.
+    Raises UserError if the folder holds another type than `weights`, if the device cannot convert
+    the type, and if the type has no products with `activations`.
     """
     stored = quantised_as(folder)
     if stored and weights not in ("auto", stored):
@@ -91,7 +91,7 @@ def kinds_of(
 def refuse_device(
     kind: str | None, device: torch.device, what: str = "weights", remedy: str = "--weights int8"
 ) -> None:
-    """Raise UserError if a GPU has no conversion of this 8-bit type. what: is stored in it."""
+    """Raise UserError if a GPU cannot convert this 8-bit type. what: the tensors stored in it."""
     if kind in ("fp8", "fp8-block") and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < FP8_CAPABILITY:
@@ -102,7 +102,7 @@ def refuse_device(
 
 
 def agreed(work: Callable[[], Result]) -> Result:
-    """What this gives, done on every rank; an error of one rank is every rank's."""
+    """The result of `work`, which every rank runs; a UserError of one rank is raised on all."""
     given: list[Result] = []
     wrong = ""
     try:
@@ -117,15 +117,16 @@ def agreed(work: Callable[[], Result]) -> Result:
 def load_stored(
     folder: Path, kind: str | None, mesh: DeviceMesh | None, **options: Any
 ) -> Transformer:
-    """`load_model` with matrices stored in `kind`; an error of one rank is then every rank's."""
+    """`load_model` with matrices stored in `kind`; a UserError is then raised on every rank."""
     load = functools.partial(load_model, folder, mesh, weights=kind, **options)
     return load() if kind is None else agreed(load)
 
 
 def set_activations(model: Transformer, kind: str) -> None:
-    """Round the prompts of a sharded model to `kind`, a name in ACTIVATIONS, for their products.
+    """Set the type of activations in a sharded model's products of prompts.
 
-    Raises UserError, on every rank, if its matrices or its device do not have such products.
+    kind: a name in ACTIVATIONS. Raises UserError, on every rank, if the model's matrices or device
+    have no such products.
     """
 
     def refuse() -> None:
@@ -165,11 +166,12 @@ def load_for_inference(
 ) -> Transformer:
     """Load and shard the model of a run's folder, a checkpoint or a Hugging Face folder.
 
-    tp: the number of processes, or 0 for the same. reducer: a name in `INFERENCE`, or `auto` for
-    the fastest that can run here. dtype: a name in `DTYPES`, or `auto` for the stored one. weights:
-    `auto` for matrices in that dtype, or as the folder holds them; `bf16`; a name in QUANTISED.
-    activations: of the products of prompts, `auto` for that dtype, or `fp8`. Raises UserError for
-    options that cannot be met and for damaged weights. Every rank must call it.
+    tp: the number of processes; 0: all of them. reducer: a name in `INFERENCE`, or `auto` for the
+    fastest that can run here. dtype: a name in `DTYPES`, or `auto` for the stored one. weights: the
+    type of the matrices, `auto` (that dtype, or the folder's 8-bit type), `bf16`, or a name in
+    QUANTISED. activations: the type of inputs in the products of prompts, `auto` (that dtype) or
+    `fp8`. Raises UserError for options that cannot be met and for damaged weights. Every rank must
+    call it.
     """
     wanted = as_dtype(dtype_of(weights, dtype))
     check_activations(activations)

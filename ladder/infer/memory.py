@@ -1,6 +1,6 @@
-"""What an engine takes of one GPU's memory: weights and prompts, without torch, for predictions.
+"""The memory of an engine's weights and prompts on one GPU, without torch, for predictions.
 
-How near this is to recorded runs: `ladder.perf.memory`.
+`ladder.perf.memory` says how near the estimates are to recorded runs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ladder.parallel.overlap import slot_bytes
 
 
 def local_parameters(config: ModelConfig, tp: int) -> int:
-    """The parameters of one process of `tp`; tied ones once.
+    """The number of parameters of one of `tp` processes; tied ones count once.
 
-    Those of the plan `standard`: plans differ in their norms alone, by less than a thousandth.
+    Counted for the plan `standard`: plans differ only in their norms, by less than a thousandth.
     """
     config.check_divides(tp, "--tp")
     if config.has_usual_slots:
@@ -38,7 +38,7 @@ def local_parameters(config: ModelConfig, tp: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def specified_parameters(config: ModelConfig, tp: int) -> int:
-    """The parameters of the first of `tp` processes by their specs, whatever the sublayers are."""
+    """The number of parameters of the first of `tp` processes, by their specs: any sublayers."""
     from ladder.models.transformer import meta_model  # late: torch takes a second to import
 
     ranks = Ranks(tp, 0, 1)
@@ -54,7 +54,7 @@ def specified_parameters(config: ModelConfig, tp: int) -> int:
 
 
 def held_ranks(config: ModelConfig, tp: int) -> int:
-    """The ranks of the plan's T that one of `tp` processes computes."""
+    """The number of the plan's T ranks that one of `tp` processes computes."""
     degree = config.tp_degree or tp
     if degree % tp:
         raise UserError(f"--tp={tp} does not divide tp_degree={degree} of the plan")
@@ -62,8 +62,10 @@ def held_ranks(config: ModelConfig, tp: int) -> int:
 
 
 def weight_bytes(config: ModelConfig, tp: int, weights: str) -> float:
-    """Bytes of the parameters of one process. weights: how matrices are stored, see `ladder.costs`;
-    in 8 bits a head that is tied to the embedding is a matrix of its own."""
+    """Bytes of the parameters of one process. weights: how matrices are stored (`ladder.costs`).
+
+    In 8 bits a head that is tied to the embedding becomes a matrix of its own.
+    """
     whole = BF16 * local_parameters(config, tp)
     if weights == "bf16":
         return whole
@@ -73,8 +75,8 @@ def weight_bytes(config: ModelConfig, tp: int, weights: str) -> float:
 
 
 def capacity(config: ModelConfig, length: int) -> int:
-    """The positions of the cache of a session for `length` tokens. Raises UserError for more than
-    the model's context."""
+    """The number of cache positions of a session for `length` tokens. Raises UserError if they are
+    more than the model's context."""
     if length > config.max_seq_len:
         raise UserError(
             f"{length} tokens are above the model's context of {config.max_seq_len}; lower "
@@ -84,7 +86,7 @@ def capacity(config: ModelConfig, length: int) -> int:
 
 
 def prompt_width(config: ModelConfig, prompt: int, length: int) -> int:
-    """What prompts are padded to in a session for `length` tokens (`Session.prompt_width`)."""
+    """The padded width of prompts in a session for `length` tokens (`Session.prompt_width`)."""
     return min(padded_width(prompt), capacity(config, length))
 
 
@@ -92,9 +94,11 @@ def prompt_bytes(
     config: ModelConfig, tp: int, batch: int, width: int, gpu: str = "", rounds: bool = False,
     asked: bool = False,
 ) -> float:  # fmt: skip
-    """Bytes of a pass over prompts of `width` tokens, beside weights and cache. gpu: its name, by
-    which prompts may run by fused operators, which have slots. rounds: whether sums are in 8 bits.
-    asked: whether reducer=fused is."""
+    """Bytes of a pass over prompts of `width` tokens, besides weights and cache.
+
+    gpu: the GPU's name, if fused operators, which have slots, may run prompts; else "". rounds:
+    whether sums are in 8 bits. asked: whether the user asked for reducer=fused.
+    """
     tokens = batch * width
     return (
         tokens * prompt_activations(config, tp)
@@ -115,6 +119,6 @@ def prompt_activations(config: ModelConfig, tp: int) -> float:
 
 
 def rounded_bytes(size: int) -> int:
-    """What a sum in 8 bits holds of a token (`ladder.parallel.eight_bits`): its message, two more
-    of the ranks, and the sum."""
+    """Bytes of each token in a sum in 8 bits (`ladder.parallel.eight_bits`): its message, two more
+    for the ranks' messages, and the sum."""
     return 3 * message_bytes(size) + BF16 * size

@@ -78,7 +78,7 @@ def check(options: argparse.Namespace) -> Sampling:
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """How a model's weights, activations and cache are held, here and in `ladder eval`."""
+    """Add the options for a model's weights, activations and cache; `ladder eval` has them, too."""
     parser.add_argument(
         "--tp", type=int, default=0, help="ranks that share the model; 0: all ranks"
     )

@@ -1,4 +1,4 @@
-"""Packed matrices: the rows of several as one, norms folded in, for each held rank."""
+"""Packed matrices: the rows of several matrices as one, with norms folded in, per held rank."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ Packed = Matrix | RankMatrices
 
 
 def matrices_of(packed: Packed) -> Sequence[Matrix]:
-    """That of each rank that the process holds."""
+    """The matrix of each rank that the process holds."""
     return packed.parts if isinstance(packed, RankMatrices) else [packed]
 
 
 def pack(
     matrices: Sequence[ParallelLinear], gains: Sequence[Tensor] = (), gated: bool = False
 ) -> Packed:
-    """The rows of all matrices as one, with a norm's weight of each held rank folded in.
+    """The rows of all `matrices` as one matrix for each held rank.
 
-    Matrices in 8 bits have theirs folded in already, or read a norm that keeps it (see
-    `norms_of` in ladder.models.quantised).
+    gains: a norm's weight [D] for each held rank, to fold in. Matrices in 8 bits ignore it: the
+    weight is folded in already, or the norm keeps it (see `norms_of` in ladder.models.quantised).
+    gated: the matrices are the gate and up matrices of SwiGLU.
     """
 
     def rows(name: str, rank: int) -> Tensor:
@@ -45,7 +46,7 @@ def pack(
 
 
 def held_part(matrix: ParallelLinear, name: str, rank: int) -> Tensor:
-    """What the process's rank number `rank` has of a matrix's weight, scales or bias."""
+    """The part of a matrix's weight, scales or bias of the process's held rank number `rank`."""
     value, held = local(getattr(matrix, name)), matrix.ranks.held
     if isinstance(matrix, KVParallelLinear):
         index = matrix.held_heads()
@@ -56,13 +57,13 @@ def held_part(matrix: ParallelLinear, name: str, rank: int) -> Tensor:
 
 
 def _bits(value: Tensor) -> Tensor:
-    """As a type that torch can cat, where it only stores the tensor's own."""
+    """The tensor, as uint8 if it is e4m3, which torch stores but cannot concatenate."""
     return value.view(torch.uint8) if value.dtype == torch.float8_e4m3fn else value
 
 
 def fold(weight: Tensor, gain: Tensor) -> Tensor:
-    """`weight` [N, D] for inputs that were normed without `gain` [D]."""
+    """`weight` [N, D] times `gain` [D], for inputs that were normed without it."""
     folded = torch.empty_like(weight)
-    for some in pieces(*weight.shape):  # of a head the whole in float32 would be gigabytes
+    for some in pieces(*weight.shape):  # a whole head in float32 would be gigabytes
         folded[some] = weight[some].float() * gain.float()
     return folded

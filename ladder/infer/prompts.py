@@ -1,4 +1,4 @@
-"""Prompts as an engine takes them."""
+"""An engine's prompts: their padded widths, and checks of their token ids."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ STEPS = ((64, 16), (512, 64), (4096, 256), (math.inf, 1024))
 
 
 def padded_width(longest: int) -> int:
-    """The width of the graph of prompts whose longest has so many tokens."""
+    """The width, which is the graph's, to which prompts of up to `longest` tokens are padded."""
     step = next(step for limit, step in STEPS if longest <= limit)
     return math.ceil(longest / step) * step
 
 
 def token_ids(i: int, prompt: Any, context: int, vocab_size: int) -> list[int]:
-    """A prompt's token ids, of a sequence of integers, a tensor or an array.
+    """The token ids of a prompt, which is a sequence of integers, a tensor or an array.
 
-    i: its number, for errors. Raises UserError unless they are of the vocabulary and leave room for
-    one more.
+    i: the prompt's number, for errors. Raises UserError unless the ids are in the vocabulary and
+    leave room in the context for one more token.
     """
     found = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(found, str | bytes | int) or not isinstance(found, Iterable):

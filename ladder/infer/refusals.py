@@ -1,5 +1,5 @@
-"""Why fused kernels do not run a model of some shape: by its config alone, without torch, since
-predictions ask it, too."""
+"""Why fused kernels cannot run a model of some shape. This needs the config alone, and no torch,
+since predictions ask, too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ladder.models.config import ModelConfig
 
 
 def shape_refusals(config: ModelConfig) -> list[str]:
-    """What `ladder.infer.fused.fuse` does not support of this shape, whatever its weights are."""
+    """The features of a shape that `ladder.infer.fused.fuse` refuses, whatever the weights are."""
     found = {
         f"mixer={config.mixer} and feed_forward={config.feed_forward}": not config.has_usual_slots,
         "biases of outputs (attention_bias)": config.attention_bias,

@@ -196,7 +196,7 @@ class ModelConfig:
 
     @property
     def has_usual_slots(self) -> bool:
-        """Whether its blocks are those that kernels, costs and Hugging Face know."""
+        """Whether blocks are attention and SwiGLU, which kernels, costs and Hugging Face know."""
         return (self.mixer, self.feed_forward) == ("attention", "swiglu")
 
     def check_divides(self, degree: int, option: str) -> None:

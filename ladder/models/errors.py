@@ -29,14 +29,14 @@ def brief(text: str, most: int = 2000) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be read, without the path that an OSError also holds: the line has it."""
+    """Why a file cannot be read, without an OSError's path, which the error's line already has."""
     return str(getattr(error, "strerror", None) or error)
 
 
 def unknown(what: str, name: object, choices: Iterable[str], where: str = "") -> UserError:
     """The error for a `name` that is not in `choices`; it suggests the nearest and lists all.
 
-    where: of what `name` is a part, as `sublayer 1`.
+    where: the thing that `name` is a part of, such as `sublayer 1`.
     """
     choices = list(choices)
     return UserError(

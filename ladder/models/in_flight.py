@@ -13,8 +13,8 @@ Value = TypeVar("Value")
 class InFlight(Generic[Value]):
     """A value that `wait()` returns.
 
-    value: the input of the operation, kept alive until it is done; then the value. arrive: waits
-    and computes the value from the input; None: the value is available.
+    value: the operation's input, kept alive until the operation is done; then its result. arrive:
+    waits, and computes the result from the input; None: the result is available.
     """
 
     value: Value

@@ -23,7 +23,7 @@ from ladder.models.storage import dequantise, near
 
 
 def local(parameter: Any) -> Tensor:
-    """This process's shard: itself, or the local part of a DTensor (differentiably)."""
+    """This process's shard: the parameter itself, or a DTensor's local part (differentiably)."""
     # Not by type: that needs torch.distributed, which some builds lack.
     shard: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return shard
@@ -33,7 +33,7 @@ class ParallelLinear(nn.Linear):
     """A matrix that is split over the ranks; the column and row parallel ones are below.
 
     It is an nn.Linear so that adapters (PEFT's LoRA) find it; these support only one rank.
-    scales: None, or those of a weight that is stored in 8 bits (see ladder.models.quantised).
+    scales: the scales of a weight that is stored in 8 bits (see ladder.models.quantised), or None.
     rounds: whether each token of a prompt is rounded to fp8 before it is multiplied.
     """
 
@@ -51,7 +51,7 @@ class ParallelLinear(nn.Linear):
         return dequantise(local(self.weight), local(self.scales), dtype)
 
     def inputs(self, x: Tensor) -> Tensor:
-        """x [..., S, in] as it is multiplied."""
+        """x [..., S, in] as the product reads it: with `rounds`, prompts are rounded to fp8."""
         return near(x, "fp8") if self.rounds and x.shape[-2] > 1 else x
 
     def product(self, x: Tensor, out: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.held(x.dtype)
         x = self.inputs(x)
-        # Other ranks multiply it by 0, so that every rank has a gradient to sum.
+        # Other ranks multiply the bias by 0, so that every rank has a gradient to sum.
         bias = None if bias is None else bias * (self.ranks.first == 0)
         if self.ranks.held == 1:
             y = F.linear(x, weight)
@@ -141,7 +141,7 @@ class KVParallelLinear(ColumnParallelLinear):
         return weight, bias
 
     def pick(self, value: Tensor, index: list[int]) -> Tensor:
-        """The heads of `index`, in its order. Indexing by a list cannot be recorded in a graph."""
+        """The heads of `index`, in its order. A CUDA graph cannot record indexing by a list."""
         heads = value.unflatten(0, (-1, self.head_dim))
         return torch.cat([heads[i] for i in index])
 

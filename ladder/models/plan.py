@@ -99,9 +99,9 @@ class Landing:
     The residual becomes X_r + summed * S + own * o^r. So (True, 0) is the whole output, (False, 1)
     only this rank's own partial, (True, -1) only its peers'.
 
-    replaces: it becomes S alone, the sum of partial + X_r / T.
-    on_base: it becomes B + S, and so does B: S is the sum of an `accumulated` reduce, and B, the
-        base, is the residual without the own parts of groups that have not landed. Own parts of
+    replaces: the residual becomes S alone, the sum of partial + X_r / T.
+    on_base: the residual becomes B + S, and so does B. S is the sum of an `accumulated` reduce. B,
+        the base, is the residual without the own parts of groups that have not landed. Own parts of
         later sublayers, which B lacks, are landed again by the landings that follow in this read.
     """
 
@@ -241,8 +241,8 @@ class Plan:
     def _refuse_in_flight(self, n: int, first: int) -> None:
         """Raise UserError if an output, of those from `first` on, must not be in flight at read n.
 
-        A `residual` reduce, which sums the residual, allows none. Where a group begins, those of
-        other groups alone may be: the base has no place for others.
+        A `residual` reduce, which sums the residual, allows none. Where a group begins, only
+        outputs of other groups may be in flight: the base has no place for others.
         """
         if n == len(self.sublayers) or first == n:
             return
@@ -263,9 +263,9 @@ class Plan:
 
     @cached_property
     def group_begins(self) -> tuple[int | None, ...]:
-        """For each sublayer of an `accumulated` reduce's group where that begins, else None.
+        """The first sublayer of each sublayer's group; None outside of `accumulated` groups.
 
-        The group is every sublayer since the last reduce, with the one that reduces. N entries.
+        A group is all sublayers since the last reduce, up to the one that reduces. N entries.
         """
         found: list[int | None] = [None] * len(self.sublayers)
         begin = 0
@@ -290,7 +290,7 @@ class Plan:
 
     @cached_property
     def _equal(self) -> tuple[tuple[bool, bool], ...]:
-        """Whether each read's residuals are equal, and whether they are but for groups; N + 1."""
+        """Whether each read's residuals are equal, and whether they are but for groups, N + 1."""
         grouped: dict[int, float] = {}  # factor of o^r beyond S, of each landed output of a group
         others: dict[int, float] = {}  # and of the others
         found = []
@@ -355,7 +355,7 @@ class Plan:
 
     @cached_property
     def early(self) -> tuple[bool, ...]:
-        """Whether what read n lands was all computed before sublayer n - 1, N + 1 entries.
+        """Whether all that read n lands was computed before sublayer n - 1, N + 1 entries.
 
         Then the landing may run beneath that sublayer.
         """
@@ -368,7 +368,7 @@ class Plan:
     def beside(self) -> tuple[bool, ...]:
         """Whether each sublayer may run beside the one before, whose output it does not need.
 
-        One with attention and an MLP may not: its own parts run beside each other.
+        A sublayer `attention+mlp` may not: its own parts run beside each other.
         """
         kinds = [record.kind for record in self.sublayers]
         return tuple(
@@ -384,7 +384,7 @@ class Plan:
 
     @cached_property
     def done(self) -> tuple[tuple[int, ...], ...]:
-        """Of which outputs nothing is left to land after each read, N + 1 entries."""
+        """The outputs of which nothing is left to land after each read, N + 1 entries."""
         last = {landing.output: n for n, read in enumerate(self.landings) for landing in read}
         for n, read in enumerate(self.landings):
             for m in (m for landing in read for m in self._lands(landing)):

@@ -128,7 +128,7 @@ def _from_string(spec: str, num_layers: int, tp_degree: int | None) -> list[Subl
 def _from_list(
     entries: Any, num_layers: int, tp_degree: int | None, plan: str = "the plan"
 ) -> list[SublayerRecord]:
-    """plan: what errors call it."""
+    """The records of a plan's list. plan: the name of the plan in errors."""
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
         raise UserError(
             f"{plan} has {entries!r} as its list of layers or sublayers; give entries, as "
@@ -172,7 +172,7 @@ def _ranges(layers: Sequence[int]) -> str:
 def layers_named(spec: Any) -> int | None:
     """How many layers a plan's list has, up to the last one that its ranges or records name.
 
-    None for a preset and for what is no such list: `resolve_plan` says why.
+    None for a preset, and for an invalid list, whose error `resolve_plan` raises.
     """
     if isinstance(spec, Mapping):
         spec = spec.get("layers", spec.get("sublayers"))

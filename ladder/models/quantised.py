@@ -52,7 +52,7 @@ def quantise(
         if gain is not None:
             exact = exact * gain.float()
         largest = _largest(exact, kind)
-        if not largest.isfinite().all():  # NaN, too, are the largest
+        if not largest.isfinite().all():  # the largest of a row with a NaN is NaN
             folded = "" if gain is None else ", times the weight of its norm,"
             raise UserError(
                 f"{name}{folded} holds NaN or infinities, and cannot be stored in {kind}; repair "
@@ -75,7 +75,7 @@ def _largest(exact: Tensor, kind: str) -> Tensor:
 def error_bound(weight: Tensor, scales: Tensor, kind: str) -> Tensor:
     """The largest error of stored * scale for each element of `weight` [N, K], in float64.
 
-    weight: with the norm folded in. Of int8 also half an ulp of the float32 quotient.
+    weight: with the norm folded in. The bound includes the rounding of int8's float32 quotient.
     """
     relative, absolute = ROUNDING[kind]
     magnitude, scale = weight.double().abs(), widened(scales, weight.shape[1]).double()
@@ -83,7 +83,7 @@ def error_bound(weight: Tensor, scales: Tensor, kind: str) -> Tensor:
 
 
 def matrices(model: Transformer) -> Iterator[tuple[str, ParallelLinear]]:
-    """(name, matrix): those of all sublayers, and the head. The embedding is none of them."""
+    """(name, matrix) for the matrices of all sublayers and the head, but not the embedding."""
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             yield name, module
@@ -134,14 +134,14 @@ def held_as(model: Transformer) -> str | None:
 
 
 def _hold(model: Transformer, name: str, stored: Tensor, scales: Tensor) -> None:
-    """Make these the matrix of this name; the model's shapes are kept, of whole parameters."""
+    """Make `stored` and `scales` the matrix of this name. `model.shapes` is left as it is."""
     matrix = model.get_submodule(name)
     matrix.weight = nn.Parameter(stored, requires_grad=False)
     matrix.scales = nn.Parameter(scales, requires_grad=False)
 
 
 def _declare(model: Transformer, kind: str) -> None:
-    """Declare the scales, and a head that is tied no more."""
+    """Declare the full shapes of the scales, and of a head that is no longer tied."""
     shapes: dict[str, torch.Size] = {}
     for name, _ in matrices(model):
         tied = "model.embed_tokens.weight" if f"{name}.weight" not in model.shapes else ""
@@ -205,13 +205,12 @@ def quantise_model(
 ) -> None:
     """Store a loaded model's matrices in 8 bits, in place, one after another.
 
-    made: makes the weight of this name, of a matrix that is still on `meta`.
+    made: returns the weight of a given name, for matrices that are still on `meta`.
 
-    Norms are folded into the matrices that read them, and their weights become 1. A rank has the
-    scales of its own rows; of a row that is split over ranks each has its own part's, whose blocks
-    begin at the part. A head that
-    is tied to the embedding becomes a matrix of its own, and the embedding stays as it is. After an
-    error the model is of no use.
+    Norms are folded into the matrices that read them, and their weights become 1. A rank computes
+    the scales of its own rows. If a row is split over ranks, each rank's part has its own scale, or
+    its own blocks, which begin at the part. A head that is tied to the embedding becomes a matrix
+    of its own, and the embedding stays as it is. After an error the model is of no use.
     """
     refuse_sublayers(model, kind)
     norms = norms_of(model)

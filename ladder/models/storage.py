@@ -1,6 +1,6 @@
 """How weights are stored: the types of matrices in 8 bits, and their values.
 
-What stores them so: ladder.models.quantised.
+ladder.models.quantised stores a model's matrices so.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ LARGEST = {"fp8": 448.0, "fp8-block": 448.0, "int8": 127.0}
 # The largest error of a stored value: relative to it, and absolute, in units of the scale.
 ROUNDING = {"fp8": (2.0**-4, 2.0**-10), "fp8-block": (2.0**-4, 2.0**-10), "int8": (0.0, 0.5)}
 LEAST_EXPONENT = -126  # of a scale: smaller numbers are not normal in float32
-# Of a scale in the cache. A softmax weight is multiplied by it and rounded: in float16 to multiples
-# of 2^-24, which must be far below the scale. What is below 2^-20 becomes 0.
+# The least exponent of a scale in the cache. A softmax weight is multiplied by the scale and
+# rounded, in float16 to multiples of 2^-24, which must be far below the scale. Keys and values
+# below 2^-20 become 0.
 LEAST_CACHED = -10
 SCALED = {  # what has a scale of its own
     "fp8": "row",
@@ -47,27 +48,27 @@ def scale_shape(kind: str, shape: torch.Size) -> torch.Size:
 
 
 def scale_dtype(kind: str) -> torch.dtype:
-    """uint8: a power of two, of which only float32's exponent is stored."""
+    """The dtype of scales. uint8: powers of two, of which only float32's exponent is stored."""
     return torch.uint8 if kind == "fp8-block" else torch.float32
 
 
 def scales_of(largest: Tensor, kind: str, least: int = LEAST_EXPONENT) -> Tensor:
     """The scales of groups of elements, from their largest magnitudes, in float32.
 
-    least: the least exponent of those of fp8.
+    least: the least exponent of fp8's scales.
     """
     if kind == "int8":
-        # By a tensor: torch on a GPU multiplies by the reciprocal of a number.
+        # Divided by a tensor: for a Python number, torch on a GPU multiplies by its reciprocal.
         found = (largest / torch.full_like(largest, LARGEST[kind])).clamp(min=2.0**LEAST_EXPONENT)
         return found.where(largest > 0, 1.0)
-    fraction, exponent = torch.frexp(largest)  # largest = fraction * 2^exponent, from 1/2 to 1
+    fraction, exponent = torch.frexp(largest)  # largest = fraction * 2^exponent, fraction >= 1/2
     exponent = exponent - 9 + (fraction > LARGEST[kind] / 2**9).int()
     bits = (exponent.clamp(min=least).int() + 127) << 23  # exact, unlike a power
     return bits.view(torch.float32).where(largest > 0, 1.0)
 
 
 def exponents(scales: Tensor) -> Tensor:
-    """Powers of two as uint8: float32's exponents."""
+    """The biased float32 exponents, uint8, of scales that are powers of two."""
     return (scales.view(torch.int32) >> 23).to(torch.uint8)
 
 
@@ -85,10 +86,11 @@ def divided(values: Tensor, scales: Tensor, kind: str) -> Tensor:
 
 
 def rounded(values: Tensor, kind: str, least: int = LEAST_EXPONENT) -> tuple[Tensor, Tensor]:
-    """values [..., K] as stored, and a float32 scale [...] for each K; nothing waits for a GPU.
+    """values [..., K] as stored, and a float32 scale [...] for each group of K values.
 
-    Each is rounded to the nearest, ties to even; what becomes zero in fp8 keeps its sign.
-    What is not finite becomes NaN, in int8 with its whole group.
+    Values are rounded to the nearest, ties to even. In fp8 a value that becomes zero keeps its
+    sign, and one that is not finite becomes NaN. int8 has no NaN: there the scale becomes NaN, and
+    with it the whole group. The host does not wait for a GPU.
     """
     exact = values.float()
     largest = exact.abs().amax(-1)
@@ -101,7 +103,7 @@ def rounded(values: Tensor, kind: str, least: int = LEAST_EXPONENT) -> tuple[Ten
 
 
 def near(values: Tensor, kind: str) -> Tensor:
-    """values [..., K] in their type, rounded as they would be stored."""
+    """values [..., K] in their own dtype, rounded as they would be stored."""
     stored, scales = rounded(values, kind)
     return stored.float().mul_(scales[..., None]).to(values.dtype)
 
@@ -116,7 +118,7 @@ def widened(scales: Tensor, columns: int) -> Tensor:
 def dequantise(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """stored [N, K] times its scales, in float32 and rounded once to `dtype`.
 
-    Beside the result, only a piece of it is in memory.
+    Besides the result, only one piece of it is in memory in float32.
     """
     found = torch.empty(stored.shape, dtype=dtype, device=stored.device)
     for rows in pieces(*stored.shape):

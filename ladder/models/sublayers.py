@@ -35,11 +35,11 @@ class KeyValueCache(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """The arguments that all sublayers of a pass share, but for the operators.
+    """The arguments of a pass's sublayers, which share all of them except the operators.
 
     tables: the rotary tables, [2, B or 1, 1, S, head_dim]. mask: [R * B, 1, S, keys], true where
-    attended, or documents; None: causal. last: [B], the one position of each sequence that is
-    needed of the last layer. call: runs a sublayer.
+    attended, or documents; None: causal. last: [B], the one position of each sequence that the
+    last layer must compute. call: runs a sublayer.
     """
 
     tables: Tensor

@@ -72,10 +72,10 @@ class Transformer(nn.Module):
     A new model has all T ranks in this process (T = tp_degree; above 1 they are virtual ranks);
     `use` gives it a Runtime that spreads them over processes.
 
-    It has random weights, drawn by torch's own generator, as other torch modules do; none on the
-    device `meta`. For those of a seed, the same on any ranks, see `ladder.parallel.sharding`.
+    Its weights are random, drawn by torch's own generator as in other torch modules; on the device
+    `meta` it has none. `ladder.parallel.sharding` draws weights from a seed, the same on any ranks.
 
-    parts: constructors that replace those that the config names. Values are then the caller's.
+    parts: constructors that replace those that the config names. The caller then sets the weights.
     """
 
     def __init__(self, config: ModelConfig, parts: Parts | None = None) -> None:
@@ -112,7 +112,7 @@ class Transformer(nn.Module):
                     self.initialise(parameter, name)
 
     def declare(self, shapes: dict[str, torch.Size]) -> None:
-        """Take the whole shapes of parameters that are new or were replaced, and all specs anew."""
+        """Record the full shapes of new or replaced parameters, and collect all specs again."""
         self.shapes.update(shapes)
         self.specs = collect_specs(self)
 

@@ -47,8 +47,8 @@ def random_model(
     """A model with random weights made on the device, the same at every TP and for every plan.
 
     Every parameter is drawn whole, with a seed from its name, and then sliced. Matrices keep the
-    variance of their input, so every layer affects the logits, which have variance 1. kind: in
-    which they are stored, one after another, a name in QUANTISED; None: in `dtype`.
+    variance of their input, so every layer affects the logits, which have variance 1. kind: the
+    type in which matrices are stored, one after another: a name in QUANTISED; None: `dtype`.
     """
     model = meta_model(config)
     place = device if kind is None else "meta"
@@ -90,7 +90,7 @@ def build_model(
 ) -> Transformer:
     """The model of a point in bfloat16; with a checkpoint's weights for the plan `checkpoint`.
 
-    Its matrices are stored as the point says, of random models, too.
+    Its matrices are stored in the point's type, also those of random models.
     """
     kind = None if point.weights == "bf16" else point.weights
     fuses = reducer == "fused" and not config.plan.no_comm

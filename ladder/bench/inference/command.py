@@ -197,8 +197,8 @@ def check_same_code(
     facts: Mapping[str, Any],
     file: Path,
 ) -> None:
-    """Raise UserError if new points of a case would be compared with those of other code, or if a
-    finished one was of another model or plan of that name.
+    """Raise UserError if new points of a case would be compared with records of other code, or if
+    a finished point's model or plan has changed under its name.
 
     case: the points of this call. done: the records so far, also of other plans and reducers of the
     case. skip: finished points, which are not measured again. facts: those of this machine.
@@ -273,7 +273,7 @@ def cold_starts(job: InferenceRun, ranks: int) -> int:
     done = finished(file, "cold")
     cases = [[point for point in case if not point.no_comm] for case in cases]
     cases = [case for case in cases if case]
-    # It names the GPU, which starts CUDA here: not before the first start, unless to compare.
+    # The facts name the GPU, which starts CUDA here: before the first start only to compare them.
     here = cold_machine() if done else {}
     for case in cases if done else ():
         check_same_code(case, done, done, here, file)
@@ -344,8 +344,8 @@ def machine(device: torch.device, speed: float, rate: float) -> dict[str, Any]:
 
 
 def own_tables() -> dict[str, str] | None:
-    """The SHA-256 of the user's tables of all-reduces and operators, by the variables that name
-    them; None: there are none."""
+    """The SHA-256 of the user's tables of all-reduces and operators, by the environment variables
+    that name the tables; None: there are none."""
     given = {name: os.environ.get(name) for name in (dispatch.VARIABLE, table.VARIABLE)}
     try:
         return {name: checksum(Path(file)) for name, file in given.items() if file} or None

@@ -52,7 +52,7 @@ def derive_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _sitting(record: Mapping[str, Any]) -> str:
-    """What a record's SAME facts are, to be compared."""
+    """A record's SAME facts as one text, for comparisons."""
     return json.dumps([_facts(record).get(key) for key in SAME], sort_keys=True)
 
 
@@ -61,7 +61,7 @@ def _facts(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def by_sitting(records: Iterable[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """Records, or rows, apart by their SAME facts: with a text of those in which they differ."""
+    """Records, or rows, in groups of equal SAME facts, with a text of the facts that differ."""
     found: dict[str, list[Any]] = {}
     for record in records:
         found.setdefault(_sitting(record), []).append(record)
@@ -72,7 +72,7 @@ def by_sitting(records: Iterable[Mapping[str, Any]]) -> list[tuple[str, list[Any
 
 
 def _fact(value: Any) -> str:
-    """A fact as text; of tables, the beginning of each one's checksum."""
+    """A fact as text; for tables, the beginning of each one's checksum."""
     if isinstance(value, Mapping):
         return " ".join(f"{name}={checksum[:8]}" for name, checksum in value.items())
     return str(value)
@@ -123,17 +123,17 @@ def _row(
 
 
 def _of_floor(point: InferencePoint, result: dict[str, Any]) -> float | None:
-    """A prefill's share; None for products in fp8, of which older records have bf16's floor."""
+    """The floor over a prefill's time; None for fp8, for which older records have bf16's floor."""
     if point.activations != "bf16" or result["prefill_floor_ms"] is None:
         return None
     return float(result["prefill_floor_ms"] / result["prefill_ms"])
 
 
 def _nearest(same: dict[InferencePoint, Record], record: Record) -> dict[InferencePoint, Record]:
-    """The records of `same`, in the order in which `record` is compared with them if several do.
+    """The records of `same`, the most suitable for a comparison with `record` first.
 
-    Those of its own run first, which have the same machine, rates and command included; of these,
-    and of others, those with its reducer; then the newest.
+    Records of its own run come first: their machine's facts, with rates and command, are equal. Of
+    equal ones, records with its reducer come first, then the newest.
     """
 
     def distance(item: tuple[int, InferencePoint]) -> tuple[bool, bool, int]:

@@ -86,7 +86,7 @@ def worst(value: float, device: torch.device) -> float:
 
 
 def estimated_bytes(config: ModelConfig, point: InferencePoint) -> float:
-    """A point's memory on each process."""
+    """The bytes of a point on each process."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return point_bytes(
         config, point.tp, point.batch, point.prompt, point.new_tokens, point.reducer,
@@ -95,8 +95,8 @@ def estimated_bytes(config: ModelConfig, point: InferencePoint) -> float:
 
 
 def free_bytes(device: torch.device) -> float:
-    """The free memory of the fullest device, with what of WORKSPACES is taken: estimates count
-    these whole."""
+    """The free bytes of the fullest device, plus WORKSPACES: estimates count these in full, also
+    when a part of them is taken already."""
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

@@ -1,5 +1,5 @@
-"""What a point of `ladder bench inference` takes of each GPU's memory, without torch: `ladder
-predict` asks it, too, before it prints a command.
+"""The memory that a point of `ladder bench inference` takes on each GPU. Without torch, since
+`ladder predict` asks, too, before it prints a command.
 
 A point takes the most at one of three times: while its model is made, while the plain modules
 compute its reference in float32, and while its engine is checked and timed.
@@ -20,10 +20,10 @@ from ladder.infer.refusals import shape_refusals
 from ladder.models.config import ModelConfig
 from ladder.parallel.choose import ROUNDING
 
-STEPS = 4  # decode steps after the prompt, of the check
-FLOAT32_FLOPS = 2e14  # of each rank's reference, which takes some seconds without tensor cores
-# Bytes of a score of attention in float32: torch's fused kernels take no float32 whose heads share
-# keys. The scores, their softmax, that without rows that see nothing, and which ones these are.
+STEPS = 4  # the check's decode steps after the prompt
+FLOAT32_FLOPS = 2e14  # most of each rank's reference: some seconds without tensor cores
+# Bytes of each attention score in float32, for which torch's fused kernels do not support heads
+# that share keys: scores, softmax, softmax without rows that see nothing, and a mask of these rows.
 SCORE = 3 * FP32 + 1
 LOGITS = 6  # tensors of all logits in float32 that the reference and the check hold at once
 
@@ -38,7 +38,7 @@ def point_bytes(
     config: ModelConfig, tp: int, batch: int, prompt: int, new_tokens: int, reducer: str,
     weights: str = "bf16", cache: str = "bf16", gpu: str = "",
 ) -> float:  # fmt: skip
-    """The bytes of a point on each process. gpu: its name, by which prompts have slots."""
+    """The bytes of a point on each process. gpu: the GPU's name, if prompts may need slots."""
     count, steps = sequences(config, tp, batch, prompt), min(STEPS, new_tokens)
     largest = config.hidden_size * max(config.vocab_size, config.intermediate_size)
     making = BF16 * largest * (1 + 1 / tp)  # a matrix is drawn whole, and then sliced
@@ -62,8 +62,8 @@ def point_bytes(
 
 
 def _plain_pass(config: ModelConfig, tp: int, batch: int, prompt: int, itemsize: int) -> float:
-    """Bytes of the plain modules' pass over prompts, beside weights and cache: the residual, its
-    normed input and the partials, and the widest of a sublayer's own tensors."""
+    """Bytes of the plain modules' pass over prompts, besides weights and cache: the residual, the
+    normed input, the partials, and the largest of the tensors inside a sublayer."""
     held = held_ranks(config, tp)
     widths = config.hidden_size * held * (4 + 2 * config.plan.longest_flight)
     mlp = 4 * config.intermediate_size / tp  # gate, up, silu(gate), and their product

@@ -32,7 +32,7 @@ def write_page(
 ) -> str:
     """The page as HTML from derived rows, cold-start records and the machines of both.
 
-    What GPUs, torch, commits or tables have in which records differ (`by_sitting`) is apart.
+    Records of different GPUs, torch versions, commits or tables are shown apart (`by_sitting`).
     """
     parts: list[PagePart] = []
     if rows:
@@ -73,7 +73,7 @@ def finding(rows: Sequence[dict[str, Any]], cold: Sequence[dict[str, Any]]) -> s
 def _cases(
     rows: Iterable[dict[str, Any]],
 ) -> list[tuple[str, InferencePoint, list[dict[str, Any]]]]:
-    """The rows of each case, apart by sitting, with its text."""
+    """(text of the sitting, case, rows) for each case of each sitting (see `by_sitting`)."""
     return [
         (said, case, members)
         for said, own in by_sitting(rows)
@@ -82,7 +82,7 @@ def _cases(
 
 
 def leading_case(rows: Sequence[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """The rows of the case with the most points; of equal cases, the first. First its sitting."""
+    """(text of the sitting, rows) of the case with the most points; of equal cases, the first."""
     said, _, members = max(_cases(rows), key=lambda each: len(each[-1]))
     return said, members
 
@@ -143,7 +143,7 @@ def _figures(rows: Sequence[dict[str, Any]]) -> list[PagePart]:
 
 
 def _over_standard(rows: Sequence[dict[str, Any]], said: str) -> list[PagePart]:
-    """The paper's Figures 2 and 3 of the rows of a sitting, which `said` tells."""
+    """The paper's Figures 2 and 3, from the rows of one sitting. said: the text of the sitting."""
     found: list[PagePart] = []
     for reducer, what in ((None, "each plan with its best reducer"), ("async", "all with NCCL")):
         for (shape, tp), plans in improvements(rows, reducer).items():
@@ -162,7 +162,7 @@ def _over_standard(rows: Sequence[dict[str, Any]], said: str) -> list[PagePart]:
 
 
 def _against_latency(rows: Sequence[dict[str, Any]], said: str) -> list[PagePart]:
-    """The paper's Figure 4 of the rows of a sitting, which `said` tells."""
+    """The paper's Figure 4, from the rows of one sitting. said: the text of the sitting."""
     drawings: list[PagePart] = []
     for shape, frontiers in pareto(rows).items():
         lines = {

@@ -31,8 +31,9 @@ class InferencePoint:
 
     degree: T, for plans that depend on it (above tp: virtual ranks); 0 for others. no_comm: the
     plan without its reduces, for the difference to the plan: its exposed communication. weights:
-    how matrices are stored, bf16 or a name in QUANTISED. activations: of the products of prompts,
-    bf16 or fp8. cache: of keys and values, bf16 or fp8. Older records lack these.
+    how matrices are stored, bf16 or a name in QUANTISED. activations: the type of inputs in the
+    products of prompts, bf16 or fp8. cache: the type of keys and values, bf16 or fp8. Older records
+    lack these three.
     """
 
     model: str
@@ -57,7 +58,7 @@ class InferencePoint:
 
     @property
     def plan_name(self) -> str:
-        """The plan, and T if it is of virtual ranks, as other T compute other functions."""
+        """The plan, with T if it has virtual ranks, since another T computes another function."""
         return self.plan + (f" (T {self.degree})" if self.degree > self.tp else "")
 
     def __str__(self) -> str:

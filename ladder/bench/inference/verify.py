@@ -137,7 +137,7 @@ def check_session(session: Session, expected: Reference) -> EngineCheck:
             best = exact.topk(2).values
             clear = ~(best[:, 0] - best[:, 1] <= ALLOWED * expected.plain_error)
             disagreements += (clear & (session.out != exact.argmax(-1))).sum()
-            sums.append((logits.view(torch.int32) * odd).sum(-1))  # of bits: nothing is rounded
+            sums.append((logits.view(torch.int32) * odd).sum(-1))  # sums bits, so rounds nothing
         runs.append(torch.stack(sums))
     steps = len(runs[0])
     return EngineCheck(

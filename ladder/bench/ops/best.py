@@ -1,4 +1,4 @@
-"""The fastest way of each point beside the baseline, torch's own and the aim, as tables say it."""
+"""Tables of each point's fastest way, beside the baseline, torch's own operators and the aim."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ products from m 1024 on, 1.05 x floor + 10 us; for lookups, 1.10 x the larger of
 
 
 def aim_us(point: Mapping[str, Any], alone: float, link: float, collective: float) -> float | None:
-    """Microseconds to reach at a point, if there is an aim. alone, link, collective: its times."""
+    """The aim at a point, if there is one. It and alone, link, collective are in microseconds."""
     op, m = point["op"], point["m"]
     if point["shape"] == "flux-gpt3" and point["ranks"] == 4:
         e = E_AIMS.get(op, {}).get(m)
@@ -44,8 +44,8 @@ def aim_us(point: Mapping[str, Any], alone: float, link: float, collective: floa
 
 
 def best_rows(records: Records) -> list[list[str]]:
-    """Head and cells of a table of all points, in each mode; with the dtype, the ranks and the GPU
-    where an operator has several."""
+    """Head and cells of a table of all points in each mode. Rows name the dtype, the ranks and the
+    GPU where an operator has several."""
     table, cases = [HEAD], by_case(records)
     several = Counter(case[:2] for case in cases)
     for case, points in cases.items():

@@ -42,11 +42,11 @@ class Case:
     """The calls of a point, each on the same inputs.
 
     arguments: the operator's, without group_name. shapes: for `ladder.ops.explain`. alone: the
-    product or lookup without communication, in several forms. collective: the baseline, a plain
-    form, then the backend's collective (`plain` of a product); "" or the name of the form. outputs:
-    the tensors to check among what a call returns. expected: their exact values. link_bytes: what
-    each rank must receive. memory_bytes: of embedding bags, what a rank must read and
-    write in its own memory.
+    product or lookup without communication, in several forms, by name. collective: the baselines by
+    name (or ""): a plain form, then the backend's collective (`plain` for a product). outputs:
+    returns the tensors to check in a call's result. expected: their exact values. link_bytes: the
+    bytes that each rank must receive. memory_bytes: for embedding bags, the bytes that a rank must
+    read and write in its own memory.
     """
 
     point: OpPoint
@@ -88,12 +88,12 @@ def _first(result: Any) -> list[Tensor]:
 
 
 def plain(op: str) -> str:
-    """The implementation that is torch's product and the backend's collective, nothing else."""
+    """The name of the implementation that is only torch's product and the backend's collective."""
     return ANY_ORDER if ANY_ORDER in OPERATORS[op].implementations else DEFAULT
 
 
 def _plainly(point: OpPoint, group: dist.ProcessGroup, *arguments: Any) -> dict[str, Call]:
-    """That implementation, without the operator around it, as one would write it by hand."""
+    """The implementation `plain` without the operator around it, as one would write it by hand."""
     run = OPERATORS[point.op].implementations[plain(point.op)].run
     return {"": lambda: run(group, *arguments)}
 
@@ -169,7 +169,7 @@ def _rows(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Cas
 
 
 def _gather_gradients(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Case:
-    """Of one matrix, that reads n columns and has k on all ranks."""
+    """A gather's backward pass with one matrix [n, k], whose k columns are split over the ranks."""
     whole = _random(point, device, point.m, point.n)
     grad = _random(point, device, point.m, point.k // point.ranks)
     weight = _random(point, device, grad.shape[1], point.n, scale=point.k**-0.5)
@@ -193,7 +193,7 @@ def _gather_gradients(point: OpPoint, group: dist.ProcessGroup, device: torch.de
 
 
 def _with(products: dict[str, Call], first: Tensor, second: Tensor, out: Tensor) -> dict[str, Call]:
-    """Each, and the product of these."""
+    """Each of the products, followed by first @ second."""
 
     def both(product: Call) -> Call:
         return lambda: (product(), torch.mm(first, second, out=out))
@@ -202,7 +202,7 @@ def _with(products: dict[str, Call], first: Tensor, second: Tensor, out: Tensor)
 
 
 def _scatter_gradients(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Case:
-    """Of the matrix [n, k], of which a rank has n / ranks rows; k columns are summed."""
+    """A scatter's backward pass with a matrix [n, k], whose n rows are split over the ranks."""
     ranks = point.ranks
     grad = _random(point, device, point.m // ranks, point.k)
     x = _random(point, device, point.m, point.n // ranks)
@@ -281,7 +281,7 @@ def _bags(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Cas
 
 
 def _experts(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Case:
-    """As many rows of each expert, and as many for each rank."""
+    """Every expert has the same number of rows, and so has every receiving rank."""
     ranks, experts, capacity = point.ranks, point.experts // point.ranks, point.m // point.ranks
     h = _random(point, device, point.m, point.k)
     W = _random(point, device, experts, point.k, point.n, scale=point.k**-0.5)
@@ -314,7 +314,7 @@ def _experts(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> 
 
 
 def _moved(point: OpPoint, group: dist.ProcessGroup, device: torch.device) -> Case:
-    """The rows of experts alone: to their owners, as many to each rank; or back from them."""
+    """Moving experts' rows without a product: to their owners, as many to each rank, or back."""
     ranks, capacity = point.ranks, point.m // point.ranks
     x = _random(point, device, point.m, point.n)
     owners = torch.arange(point.m, device=device)[torch.randperm(point.m, device=device)] % ranks

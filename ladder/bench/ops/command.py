@@ -43,7 +43,7 @@ from ladder.plans import aligned
 from ladder.records import append, facts
 
 RESULTS, PAGE = "ops.jsonl", "ops.html"
-# Options of what to measure.
+# The options that choose what to measure.
 MEASURING = (
     "ops",
     "shapes",
@@ -65,11 +65,11 @@ def check(options: Any) -> None:
     if table is not None:
         check_names_file(table, "--write-table")
     if table is not None and table.is_file():
-        read_table(table, "give another --write-table")  # now, and not at the end
+        read_table(table, "give another --write-table")  # an invalid table is an error now
 
 
 def _check_records(options: Any) -> None:
-    """Raise UserError if --records is beside options of what to measure, or names no files."""
+    """Raise UserError if --records comes with options in MEASURING, or names a missing file."""
     if options.records is None:
         return
     if options.write_table is None:

@@ -30,13 +30,13 @@ order of sums."""
 
 @dataclass(frozen=True)
 class Result:
-    """Microseconds a call on the slowest rank: median, 10th and 90th percentile, and derived ones.
+    """Microseconds per call on the slowest rank: median, 10th and 90th percentile, derived times.
 
     efficiency: None where the baseline is not slower than the product. error: the largest, in units
-    of the largest exact value. picked: this is what `ladder.ops.explain` names; picked_any: what it
-    names where any order of sums is allowed. mhz: the clock of the GPU's SMs meanwhile, on the rank
-    where it was the lowest; at its limit of power, a GPU lowers it. host_us: how long the host
-    takes to enqueue a call, on the rank where it is the slowest; of a graph's replay, its share.
+    of the largest exact value. picked: `ladder.ops.explain` names this way. picked_any: it names
+    this way where any order of sums is allowed. mhz: the clock of the GPU's SMs meanwhile, on the
+    rank where it was the lowest; a GPU lowers it at its power limit. host_us: the host's time to
+    enqueue a call, on the slowest rank; for a graph, the call's share of the replay.
     """
 
     us: float
@@ -56,7 +56,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Timed:
-    """A way's name, role, mode, error and times; the others: see `Result` and `Way`."""
+    """A way's name, role, mode, error and times. For the other fields see `Result` and `Way`."""
 
     name: str
     role: str
@@ -84,10 +84,10 @@ def efficiency(us: float, alone_us: float, collective_us: float) -> float | None
 def summarise(
     timed: Sequence[Timed], link_us: float, memory_us: float = 0.0
 ) -> list[tuple[Timed, Result]]:
-    """The results of a point. Each mode has a product and a collective of its own, the fastest.
+    """The results of a point. Each mode is compared with its own fastest product and collective.
 
-    memory_us: the least time that reading and writing take; 0: the product counts, as measured.
-    A mode in which either is missing, because it was wrong, has none.
+    memory_us: the least time that reading and writing take; 0: the measured product's time. A mode
+    has no results if its product or its collective is missing, because it was wrong.
     """
     found = []
     for mode in dict.fromkeys(each.mode for each in timed):
@@ -126,11 +126,11 @@ def records(
 def newest_runs(
     found: Iterable[tuple[K, tuple[str, str], Mapping[str, Any], V]],
 ) -> dict[K, list[V]]:
-    """By point what its newest run has. found: the point, a way and its mode, the machine, and what
-    is recorded, the newest last.
+    """The values of each point's newest run.
 
-    A run begins where a way is there again, or where the facts of the machine are others. Ways that
-    the newest run lacks are no longer compared with those that it has.
+    found: (point, (way, mode), facts of the machine, value), the newest last. A new run of a point
+    begins where a way comes again, or where the machine's facts change. Ways that are only in older
+    runs are left out, so that no ways of different runs are compared.
     """
     runs: dict[K, tuple[Mapping[str, Any], dict[tuple[str, str], V]]] = {}
     for point, way, about, value in found:
@@ -144,7 +144,7 @@ def newest_runs(
 
 
 class Case(NamedTuple):
-    """What a table has: an operator in a mode, where its points can be compared."""
+    """The subject of a table: an operator in a mode, on a machine where points are comparable."""
 
     op: str
     mode: str

@@ -35,7 +35,7 @@ CHECKS = 3  # calls that are compared with the exact result
 # clock by some percent from round to round, so many rounds say more than many turns.
 ROUNDS = 15
 LINK_BYTES = 2**26
-# The fused operators of torch 2.11 call what torch 2.11 deprecates, each time.
+# Every call of torch 2.11's fused operators warns of this, since they use a deprecated function.
 DEPRECATED = "`enable_symm_mem_for_group` is deprecated"
 # The largest error, in units of the largest exact value: a few roundings of partial sums.
 TOLERANCE = {"bfloat16": 1.6e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-13}
@@ -44,7 +44,7 @@ ROLES = ("alone", "collective", "operator", "torch")
 
 @dataclass(frozen=True)
 class Way:
-    """One way to compute a point. role: of ROLES. within: the context in which it is called."""
+    """One way to compute a point. role: one of ROLES. within: the context to call it in."""
 
     name: str
     role: str
@@ -54,9 +54,9 @@ class Way:
 
 
 def pick(case: Case, device: torch.device, any_order: bool = False, mode: Mode = "eager") -> Choice:
-    """What runs the case when nothing is insisted on.
+    """The implementation that runs the case when none is insisted on.
 
-    any_order: where the group allows any order of sums.
+    any_order: whether the group allows any order of sums.
     """
     return explain(
         case.point.op, case.shapes, dtype=FLOATS[case.point.dtype], ranks=case.point.ranks,
@@ -70,8 +70,8 @@ def ways(
 ) -> tuple[list[Way], list[str]]:  # fmt: skip
     """All ways of a case, and a line for each that cannot run.
 
-    asked: implementations; None: all of the registry. `staged` and what is picked (choices) are
-    always there. fused: whether torch's own operators can run.
+    asked: the implementations to include; None: all in the registry. `staged` and the picked ones
+    (choices) are always included. fused: whether torch's own operators can run.
     """
     op, found, left_out = case.point.op, [], []
     for name, call in case.alone.items():
@@ -236,10 +236,10 @@ def _no_waits() -> Iterator[None]:
 def clock(
     work: Callable[[], Any], device: torch.device, meter: Meter | None = None
 ) -> tuple[list[float], float]:  # fmt: skip
-    """Microseconds of each of TURNS turns on this rank, after one that aligns the ranks; and how
-    long the host took to enqueue that one, on a GPU with nothing else to do.
+    """The microseconds of each of TURNS turns on this rank, and the host's to enqueue a turn.
 
-    meter: of a GPU, marked before and behind them.
+    On a GPU a first turn, which is not timed, aligns the ranks. The host's time is that turn's: the
+    GPU is idle then. meter: the GPU's clock meter, marked before and after the timed turns.
     """
     if device.type != "cuda":
         times = []
@@ -271,8 +271,9 @@ def slowest(times: Sequence[float], device: torch.device) -> list[float]:
 
 @dataclass(frozen=True)
 class Turns:
-    """Microseconds a call of the slowest rank; mhz: the clock of a GPU's SMs, of the slowest;
-    host_us: how long the host takes to enqueue a call on a GPU, where it was the slowest."""
+    """Microseconds per call on the slowest rank, for each turn. mhz: the clock of the GPU's SMs on
+    the rank where it was the lowest. host_us: the host's time to enqueue a call on a GPU, on the
+    rank where it was the longest."""
 
     us: list[float]
     mhz: float | None = None
@@ -280,10 +281,10 @@ class Turns:
 
 
 def measure(ready: Sequence[Ready], device: torch.device) -> Mapping[tuple[str, str], Turns]:
-    """By (way, mode); the ways take turns.
+    """The times by (way, mode); the ways take turns.
 
-    Each round has an order of its own, the same on all ranks: a GPU's clock depends on what ran
-    before, so one that always followed the same other would be faster or slower for that.
+    Each round has its own order, the same on all ranks. A GPU's clock depends on what ran before,
+    so in a fixed order some ways would always be favoured by the way before them.
     """
     order, meter = random.Random(0), Meter(device) if device.type == "cuda" else None
     times: dict[tuple[str, str], list[float]] = {(e.way.name, e.mode): [] for e in ready}

@@ -21,7 +21,7 @@ ROLE_COLOURS = {"collective": COLOURS["standard"], "torch": COLOURS["hybrid"]}
 
 
 def write_page(records: Records) -> str:
-    """The page of records: of each point those of its newest run."""
+    """The page of the records of each point's newest run."""
     records = newest(records)
     parts: list[PagePart] = []
     for case, points in by_case(records).items():
@@ -64,8 +64,8 @@ def finding(records: Records) -> str:
 
 
 def picked_ranges(records: Records) -> list[str]:
-    """By operator, the range of E of what is picked, and how often it is below 0; of each dtype,
-    number of ranks and GPU, where it has several."""
+    """For each operator, the range of the picked way's E, and how often it is below 0. An operator
+    with several dtypes, numbers of ranks or GPUs has a range for each of them."""
     settings: dict[str, set[str]] = {}
     for record in records:
         settings.setdefault(record["point"]["op"], set()).add(case_of(record).setting)
@@ -126,7 +126,7 @@ def _lines(by_m: Mapping[int, Records]) -> dict[str, tuple[list[float], list[flo
 
 
 def _bars_by_m(by_m: Mapping[int, Records]) -> list[Bar]:
-    """For each m product and collective, torch's fastest, ours: as FLUX, Figures 11 to 14.
+    """For each m: product then collective, torch's fastest, ours, as in FLUX's Figures 11 to 14.
 
     The label has ECT, the time beyond the hatched product, and E.
     """
@@ -164,9 +164,10 @@ def _bars(records: Records) -> list[Bar]:
 
 
 def normalised(text: str, records: Records, fastest: bool = False) -> list[Bar]:
-    """The operator's ways over the baseline, then the floor: as the fused operators' paper.
+    """Times of the operator's ways over the baseline's, then the floor, as in the fused operators'
+    paper.
 
-    fastest: the fastest way alone. Bags are labelled {batch | tables} as there.
+    fastest: only the fastest way. Bags are labelled {batch | tables} as in the paper.
     """
     point = json.loads(text)
     label = f"{sizes(point)}, m {point['m']}"

@@ -12,14 +12,14 @@ from ladder.models.errors import UserError, unknown
 from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.registry import DTYPES, OPERATORS, Implementation, check_types
 
-COLUMNS = ("all_gather_matmul",)  # of a matrix that is split by columns
-BY_COLUMNS = (*COLUMNS, SCATTER_BACKWARD)  # a gradient's is the transposed one
+COLUMNS = ("all_gather_matmul",)  # operators whose matrix is split by columns
+BY_COLUMNS = (*COLUMNS, SCATTER_BACKWARD)  # a gradient's matrix is the transposed one
 ROWS = (
     "matmul_reduce_scatter", "matmul_all_reduce", "linear_all_reduce",
     "matmul_reduce_scatter_add_rms_norm", "matmul_all_reduce_add_rms_norm",
 )  # fmt: skip
 BAGS, EXPERTS = "embedding_bag_all_to_all", "matmul_all_to_all"
-SEND, BACK = "all_to_all_rows", "return_rows"  # of the rows that experts get, and give back
+SEND, BACK = "all_to_all_rows", "return_rows"  # move rows to their experts, and back
 OF_EXPERTS = (EXPERTS, SEND, BACK)
 OPS = (*COLUMNS, *ROWS, GATHER_BACKWARD, SCATTER_BACKWARD, BAGS, *OF_EXPERTS)
 SCATTERED = (
@@ -31,7 +31,7 @@ FEW_ROWS = (1, 8, 64)
 PRODUCT_ROWS = (64, 512, 1024, 2048, 4096, 8192)  # m of FLUX's figures 11 to 14
 # Options that may be faster for some shapes, by implementation: what --tune tries.
 TRIES: dict[str, tuple[dict[str, Any], ...]] = {
-    "chunked": (  # blocks are of sums alone
+    "chunked": (  # only sums have blocks
         {"streams": 2}, {"blocks": 2}, {"blocks": 4}, {"blocks": 2, "ratio": 2},
         {"blocks": 2, "ratio": 2, "streams": 2}, {"blocks": 3, "ratio": 2, "streams": 2},
         {"push": True}, {"blocks": 2, "push": True}, {"blocks": 2, "ratio": 2, "push": True},
@@ -59,7 +59,7 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
         {"pieces": 1}, {"pieces": 8}, {"group_m": 16}, {"stages": 3},
         {"tile": "256x128x64", "stages": 3}, {"tile": "128x128x64"},
     ),
-    # Of sums; of bags, as the fused operators' paper: order of work, occupancy; of experts.
+    # For sums; for bags, as in the fused operators' paper (order, occupancy); for experts.
     "pushed": (
         {"shots": 2},
         {"order": "remote"}, {"order": "oblivious"}, {"programs": 528}, {"programs": 1056},
@@ -67,11 +67,11 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
         {"stages": 3}, {"tile": "128x128x64"},
     ),
 }  # fmt: skip
-TOKENS = (1024, 4096)  # tokens of a rank, of a mixture of experts
-BATCHES = (512, 1024, 2048)  # samples over all ranks, of embedding bags
+TOKENS = (1024, 4096)  # tokens per rank, for mixtures of experts
+BATCHES = (512, 1024, 2048)  # samples over all ranks, for embedding bags
 DIM, TABLE_ROWS = 256, 10_000
-TABLES, POOLING = (256,), (10, 30, 70)  # tables of a rank, rows of a bag
-TURNS = 2  # of a way in each round, behind one that aligns the ranks
+TABLES, POOLING = (256,), (10, 30, 70)  # tables per rank, rows per bag
+TURNS = 2  # timed turns of a way in each round, after one that aligns the ranks
 MANY, FEW_CALLS = 20, 4  # calls in a turn of small and large products on a GPU
 LARGE = 1e11  # floating-point operations from which a product is large
 FLOATS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -97,14 +97,14 @@ class Experts:
     top: int
 
 
-# Beside these, every name in configs/models is a shape: its four products; and with this behind it:
-# those of its gradients.
+# Besides these, every name in configs/models is a shape, with the model's four products. With the
+# suffix BACKWARD it has the products of their gradients.
 BACKWARD = ":backward"
 SHAPES: dict[str, tuple[Matrix | Experts, ...]] = {
     "flux-gpt3": (Matrix("", 49152, 12288, COLUMNS), Matrix("", 12288, 49152, ROWS)),
     "flux-llama2-70b": (Matrix("", 57344, 8192, COLUMNS), Matrix("", 8192, 28672, ROWS)),
     "gemv": tuple(Matrix(f"{n}", n, 8192, (FEW,)) for n in (8192, 16384, 32768, 65536)),
-    "tutel": (Experts(2048, 2048, 8, 2),),  # as its example: two experts on each of four GPUs
+    "tutel": (Experts(2048, 2048, 8, 2),),  # Tutel's example: two experts on each of four GPUs
     "mixtral-8x7b": (Experts(4096, 14336, 8, 2),),
     "qwen3-30b-a3b": (Experts(2048, 768, 128, 8),),
     "deepseek-v3": (Experts(7168, 2048, 256, 8),),
@@ -116,9 +116,10 @@ SHAPES: dict[str, tuple[Matrix | Experts, ...]] = {
 class OpPoint:
     """One call of an operator.
 
-    m, n, k: rows, columns and depth of the whole product, before it is split over the ranks. Of
-    experts: m rows on each rank, and experts on all. Of bags: m samples on all ranks, n columns of
-    a result, k columns of a table, `tables` on each rank, `pooling` rows a bag.
+    m, n, k: rows, columns and depth of the whole product, before it is split over the ranks. For
+    experts, m counts the rows on each rank, and `experts` those on all ranks. For bags, m counts
+    the samples on all ranks, n the columns of a result, k the columns of a table, `tables` the
+    tables on each rank, and `pooling` the rows per bag.
     """
 
     op: str
@@ -152,12 +153,12 @@ class Variant:
 
 
 def point_of(record: Mapping[str, Any]) -> OpPoint:
-    """That of a record's `point`, which has more fields. Raises KeyError or TypeError."""
+    """The OpPoint in a record's `point`, which has more fields. Raises KeyError or TypeError."""
     return OpPoint(**{each.name: record[each.name] for each in fields(OpPoint)})
 
 
 def sizes_of(point: OpPoint) -> tuple[int, ...]:
-    """The sizes of its operator as the registry measures them: those of a rank's product."""
+    """The sizes of a point's operator as the registry has them: those of one rank's product."""
     m, n, k, ranks = point.m, point.n, point.k, point.ranks
     if point.op in BY_COLUMNS:
         return m, n // ranks, k
@@ -174,7 +175,7 @@ def product_of(point: OpPoint) -> OpPoint:
 
 
 def calls_of(point: OpPoint) -> int:
-    """How many calls a turn has on a GPU."""
+    """The number of calls in a turn on a GPU."""
     flops = 2 * point.m * point.n * point.k / point.ranks
     return FEW_CALLS if flops > LARGE or point.tables else MANY
 
@@ -184,7 +185,7 @@ def models() -> list[str]:
 
 
 def matrices(shape: str) -> tuple[Matrix | Experts, ...]:
-    """What a shape multiplies by; () for embedding bags."""
+    """The matrices of a shape; () for embedding bags."""
     if shape in SHAPES:
         return SHAPES[shape]
     name, backward, _ = shape.partition(BACKWARD)
@@ -199,10 +200,10 @@ def matrices(shape: str) -> tuple[Matrix | Experts, ...]:
 
 
 def _transposed(matrix: Matrix | Experts) -> Matrix:
-    """What a gradient is multiplied by, and the adjoint of the operator: of a gather a scatter, and
-    of a scatter a gather, each alone and with the matrix's gradient.
+    """The matrix of a gradient's product, with the adjoint operators.
 
-    Of an all-reduce nothing is left inside of a product.
+    The adjoint of a gather is a scatter, and of a scatter a gather, each alone and with the
+    matrix's gradient. The adjoint of an all-reduce leaves no communication inside a product.
     """
     assert isinstance(matrix, Matrix)
     ops = ("matmul_reduce_scatter", GATHER_BACKWARD) if matrix.ops == COLUMNS else BY_COLUMNS
@@ -238,9 +239,9 @@ def check_options(options: Any) -> None:
 def variants(
     words: Sequence[str] | None, ops: Sequence[str], tune: bool = False
 ) -> list[Variant] | None:
-    """The implementations of NAME or NAME:key=value,... ; None: all that there are.
+    """The implementations that `words` name, as NAME or NAME:key=value,...; None: all there are.
 
-    tune: those of all operators, and with the options in TRIES.
+    tune: without words, returns all implementations of `ops`, also with the options in TRIES.
     """
     if words is not None:
         return [_variant(word, ops) for word in words]
@@ -275,7 +276,7 @@ def _variant(word: str, ops: Sequence[str]) -> Variant:
 
 
 def recorded(way: str, op: str) -> Variant | None:
-    """That of a record's `way`; None for an implementation, or an option, that there is no more."""
+    """The Variant of a record's `way`; None if the implementation or an option no longer exists."""
     try:
         (found,) = variants([way], [op]) or []
     except UserError:
@@ -288,8 +289,8 @@ def _said(value: Any) -> str:
 
 
 def _option(text: str) -> Any:
-    """A number or true or false, as a table's entry has them, or as older records do; else the
-    text."""
+    """The value of an option: a number or a boolean, as in tables or, with capitals, in older
+    records; else the text."""
     try:
         value = parse_json({"True": "true", "False": "false"}.get(text, text))
     except ValueError:
@@ -349,7 +350,7 @@ def _of_shape(shape: str, options: Any, ranks: int, cpu: bool) -> list[OpPoint]:
 
 
 def rows_of(op: str) -> tuple[int, ...]:
-    """The default m of a product; what scatters no rows has some for decoding, too."""
+    """The default values of m; operators that scatter no rows also have those of decoding."""
     if op == FEW:
         return FEW_ROWS
     return PRODUCT_ROWS if op in SCATTERED else tuple(sorted({*FEW_ROWS, *PRODUCT_ROWS}))

@@ -28,23 +28,22 @@ from ladder.ops.registry import OPERATORS, SERIAL, Call, Implementation, bucket
 from ladder.ops.table import ORDERS, read_table
 
 KEY = ("op", "device", "dtype", "ranks", "sizes")
-# An eager call that takes so many times what it takes in a graph waited for the host.
+# An eager call that takes more than this times its time in a graph has waited for the host.
 WAITED = 1.1
 
-Measured = tuple[Call, Sequence[tuple[Timed, Result]]]  # a point's, of both modes
+Measured = tuple[Call, Sequence[tuple[Timed, Result]]]  # a point's call and results, in both modes
 Times = dict[Mode, dict[Variant, float]]
 Point = tuple[Call, dict[Variant, float]]  # a call in one mode, and its times by implementation
 
 
 def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
-    """The entries of each call, captured and eager: the fastest implementation, `staged` unless
-    another is faster.
+    """The table's entries for each call in each mode: the fastest implementation.
 
-    An implementation counts only where it was measured at every point of the call's sizes in this
-    mode, and was slower in none; but for points at which the entry would not pick it
-    (`ladder.ops.between`), and `staged` runs. Where no graph can hold `staged`, it counts with its
-    eager time. An entry of order "any" names what is the fastest beside `collective` in the same
-    way, or beside `staged` of an operator without it; there is one where that was measured.
+    Each is compared with a base: `staged`, or for order "any" `collective` if the operator has it.
+    Only an implementation that was measured at every point of the call's sizes in this mode, and
+    was slower than the base at none, may be named. At points where the entry would not pick it
+    (`ladder.ops.between`), the base runs, and its time counts. A base that no graph can hold counts
+    with its eager time. Where the base was not measured, there is no entry.
     """
     timed = [(call, times_of(found)) for call, found in measured]
     waits = host_waits(measured)
@@ -70,7 +69,7 @@ def entries(measured: Sequence[Measured], source: str) -> list[dict[str, Any]]:
 
 
 def _orders(call: Call) -> tuple[str, ...]:
-    """Those in which the operator's implementations add."""
+    """The orders of sums for which the operator's calls have entries."""
     ordered = all(each.ordered for each in OPERATORS[call.op].implementations.values())
     return ORDERS[:1] if ordered else ORDERS
 
@@ -84,8 +83,11 @@ def times_of(found: Iterable[tuple[Timed, Result]]) -> Times:
 
 
 def host_waits(measured: Sequence[Measured]) -> dict[tuple[str, Variant], float]:
-    """How long the host may take to enqueue an operator's call: the longest that was recorded, or
-    that an eager call took which waited for it; or else the shortest, which took no longer."""
+    """The most microseconds that the host may take to enqueue a call, by (operator, variant).
+
+    It is the longest recorded time of the host, or of an eager call that waited for the host. If
+    there are none, the shortest eager call, which took at least as long, is the bound.
+    """
     found: dict[tuple[str, Variant], tuple[list[float], list[float]]] = {}
     for call, timed in measured:
         captured = times_of(timed).get("captured", {})
@@ -103,9 +105,9 @@ def host_waits(measured: Sequence[Measured]) -> dict[tuple[str, Variant], float]
 def _fastest(
     points: Sequence[Point], base: Variant, order: str, waits: Mapping[tuple[str, Variant], float]
 ) -> dict[str, Any] | None:
-    """What an entry has of the fastest that is nowhere slower than `base`; None without `base`."""
+    """An entry's fields for the fastest that is nowhere slower than `base`; None without `base`."""
     if not all(base in times for _, times in points):
-        return None  # it was wrong, or is not there: nothing is known to be as fast
+        return None  # the base was wrong or is missing: no way is known to be as fast
     known = OPERATORS[points[0][0].op].implementations
     best: dict[str, Any] = {}
     least = math.inf
@@ -129,7 +131,7 @@ def timed_entry(
     points: Sequence[Point], variant: Variant, base: Variant,
     waits: Mapping[tuple[str, Variant], float],
 ) -> dict[str, Any]:  # fmt: skip
-    """What an entry has of an implementation; its sizes are those where it is not slower."""
+    """An entry's fields for an implementation, with the sizes at which it is not slower."""
     call = points[0][0]
     waiting = call.mode == "eager" and variant.name not in SERIAL
     return {
@@ -150,13 +152,13 @@ def _unfit(call: Call, entry: Mapping[str, Any]) -> bool:
 
 
 def _listable(found: Implementation, variant: Variant, order: str) -> bool:
-    """Whether a table may name this for calls whose sums are in this order."""
+    """Whether a table may name the variant for calls whose sums are in this order."""
     options = dict(variant.options)
     return (order == "any" or found.ordered) and not any(name in options for name in found.insisted)
 
 
 def picked_by(measured: Sequence[Measured], new: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The ranges of E, at these points, of what these entries pick."""
+    """The ranges of E, at these points, of the implementations that these entries pick."""
     known = {(*(str(entry[key]) for key in (*KEY, "mode")), entry["order"]): entry for entry in new}
     found: dict[str, list[float]] = {}
     for (call, timed), mode in ((each, mode) for each in measured for mode in MODES):
@@ -202,9 +204,9 @@ def source_of(machine: Mapping[str, Any]) -> str:
 
 
 def recorded_points(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Measured]]:
-    """By source, what records say; of a point that was measured again, the newest run.
+    """The measured points in records, by source; of a point measured again, the newest run.
 
-    Raises UserError for a record that lacks a field, or has one that there is not.
+    Raises UserError for a record that lacks a field, or has an unknown one.
     """
     read = []
     for record in records:
@@ -235,9 +237,9 @@ def recorded_points(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Meas
 
 
 def derive_table(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Write the entries of records to the table `path`; the ranges of E of what it then picks.
+    """Write the entries of records to the table `path`; return the ranges of E of its picks.
 
-    Raises UserError, and writes nothing, if they hold none or are not of `ladder bench ops`.
+    Raises UserError, and writes nothing, if there are no records or they are of another command.
     """
     found = recorded_points(records)
     if not found:
