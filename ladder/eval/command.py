@@ -143,9 +143,12 @@ def _compare(
             facts = _facts(options, device, models, [*folders][len(models) :]) | notes
             rows[:] = write_results(columns, tasks["group_map"], facts, models, index, out)
 
+    from ladder.eval.model import check_generation
+
     first, *others = folders.items()
     with _written(out, own) as data:
         tasks, index = _load_tasks(options, chosen, own, data)
+        check_generation(tasks["tasks"], folders.values())
         notes = _notes(tasks["tasks"], lengths)
         run(*first)
     try:
@@ -163,9 +166,9 @@ def _compare(
 
 
 def _notes(tasks: Mapping[str, Any], lengths: Collection[int]) -> dict[str, str]:
-    """What is said of some tasks below the table: which text they score, and in which windows.
+    """Notes below the table on some tasks: which text they score, and in which windows.
 
-    lengths: those at which the runs among the models were trained.
+    lengths: the `seq_len` at which runs among the models were trained.
     """
     notes = {}
     if HELDOUT in tasks:
@@ -187,7 +190,7 @@ def _run(
     tasks: dict[str, Any],
     window: int | None,
 ) -> tuple[list[results.Metric], dict[str, Any]]:
-    """The metrics of one model, and what it is. window: see `evaluate`."""
+    """The metrics of one model, and facts about the model. window: see `evaluate`."""
     model = load_for_inference(
         folder,
         tp=options.tp,
@@ -238,10 +241,10 @@ def evaluate(
 ) -> list[results.Metric]:
     """The metrics of a sharded model (or of a model of the harness) on loaded tasks.
 
-    Every rank calls it and gets the same. limit: examples of each task; None: all. chat_template:
+    Every rank calls this and gets the same. limit: examples of each task; None: all. chat_template:
     the template that examples are put into: a Jinja file's path, or "" for the tokenizer's own;
     None: they stay plain text. cache: the type of keys and values (Engine). window: the most tokens
-    of a window of a whole text, as of local_heldout; None: the model's context.
+    per window when a whole text is scored (local_heldout); None: the model's context.
     """
     from lm_eval import evaluator
     from lm_eval.api.model import LM

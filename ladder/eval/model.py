@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.utils import (
     handle_stop_sequences,
     normalize_gen_kwargs,
@@ -22,7 +23,7 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
 
-from ladder.checkpoint import newest, read_stop_tokens
+from ladder.checkpoint import newest, read_config, read_stop_tokens
 from ladder.data.template import LeftOut, open_template
 from ladder.data.tokenizer import (
     encode,
@@ -33,6 +34,7 @@ from ladder.data.tokenizer import (
 from ladder.eval.scoring import Request, Score, score
 from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling
+from ladder.infer.settings import check_count
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
@@ -40,6 +42,9 @@ from ladder.progress import Progress
 
 DEFAULT_NEW_TOKENS = 256  # for a task that sets none, as in the harness's Hugging Face model
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p")  # supported keys of generation_kwargs
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # one key
+# Further keys are accepted at the values at which they have no effect.
+NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1}
 
 
 class LadderLM(TemplateLM):
@@ -47,9 +52,9 @@ class LadderLM(TemplateLM):
 
     Tokens, prefixes and truncation follow the harness's Hugging Face model (HFLM), so the figures
     are comparable. chat_template: a Jinja file, or "" for the folder's template, if requests are
-    conversations; None: they are plain text. cache: the type of keys and values (Engine), also of
-    those that a text's own tokens attend to. window: the most tokens of a window of a whole text;
-    None: the model's context, as HFLM's.
+    conversations; None: they are plain text. cache: the type of keys and values (Engine), also when
+    a text is scored. window: the most tokens per window when a whole text is scored; None: the
+    model's context, as in HFLM.
     """
 
     def __init__(
@@ -184,7 +189,9 @@ class LadderLM(TemplateLM):
         for request in requests:
             context, options = request.args[:2]
             tokens = self.tok_encode(context) or [self.prefix]
-            asked.append((tokens, self._generation(options, request.task_name)))
+            found = generation(options, request.task_name, self.max_length, self.where)
+            found["until"] = handle_stop_sequences(found["until"], self.end_text)
+            asked.append((tokens, found))
         asked = launch.from_first(asked)
         # Requests with the same options together, the longest first.
         kinds = [json.dumps(options, sort_keys=True) for _, options in asked]
@@ -205,31 +212,6 @@ class LadderLM(TemplateLM):
                     progress.update(done)
         return results
 
-    def _generation(self, options: dict[str, Any], task: str | None) -> dict[str, Any]:
-        """The arguments of `_generate` for a task's generation_kwargs."""
-        known = {**normalize_gen_kwargs(options, DEFAULT_NEW_TOKENS)}
-        until = handle_stop_sequences(known.pop("until", None), self.end_text)
-        count = known.pop("max_gen_toks")
-        extra = sorted(set(known) - set(SAMPLING))
-        if extra:
-            raise UserError(
-                f"task {task!r} generates with {extra[0]}={known[extra[0]]!r}, and the engine "
-                f"supports only {', '.join(SAMPLING)}; leave the task out"
-            )
-        if count >= self.max_length:
-            raise UserError(
-                f"task {task!r} generates up to {count} tokens and the context of {self.where} is "
-                f"max_seq_len={self.max_length}; leave the task out"
-            )
-        sample = known.get("do_sample") and known.get("temperature", 1.0) > 0
-        return {
-            "count": count,
-            "until": until,
-            "temperature": known.get("temperature", 1.0) if sample else 0.0,
-            "top_k": known.get("top_k", 0) if sample else 0,
-            "top_p": known.get("top_p", 1.0) if sample else 1.0,
-        }
-
     def _generate(
         self, prompts: list[list[int]], count: int, until: list[str], seed: int, **sampling: Any
     ) -> list[str]:
@@ -244,6 +226,64 @@ class LadderLM(TemplateLM):
         # Without special tokens, as HFLM's: a stop sequence that names one has ended the tokens.
         texts = [self.tokenizer.decode(result.tokens) for result in results]
         return [postprocess_generated_text(text, until, None) for text in texts]
+
+
+def check_generation(tasks: Mapping[str, Any], folders: Iterable[Path]) -> None:
+    """Raise UserError for a task with generation_kwargs that a model of `folders` refuses."""
+    contexts = {folder: read_config(folder, quantised=True).max_seq_len for folder in folders}
+    shortest = min(contexts, key=contexts.__getitem__)
+    for name, task in tasks.items():
+        # A class that builds its own requests has other options; they are checked when it runs.
+        usual = type(task).construct_requests is ConfigurableTask.construct_requests
+        if usual and task.OUTPUT_TYPE == "generate_until":
+            options = task.get_config("generation_kwargs")
+            generation(options, name, contexts[shortest], str(shortest))
+
+
+def generation(
+    options: Mapping[str, Any], task: str | None, context: int, where: str
+) -> dict[str, Any]:
+    """The arguments of `LadderLM._generate` for a task's generation_kwargs.
+
+    Raises UserError for options that the engine does not support. context: the max_seq_len of the
+    model in the folder `where`.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    until = given.pop("until", [])
+    texts = [until] if isinstance(until, str) else until
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"task {task!r} has until={until!r}; give a text or a list of texts")
+    try:
+        for name in LENGTHS:
+            if name in given:
+                check_count(name, given[name], 1)
+        for name in ("temperature", "top_p"):
+            if not isinstance(given.get(name, 1.0), int | float):
+                raise UserError(f"{name}={given[name]!r} must be a number")
+        known = {**normalize_gen_kwargs(given, DEFAULT_NEW_TOKENS)}
+        sample = known.get("do_sample") and known.get("temperature", 1.0) > 0
+        sampling: dict[str, Any] = {
+            "temperature": known.get("temperature", 1.0) if sample else 0.0,
+            "top_k": known.get("top_k", 0) if sample else 0,
+            "top_p": known.get("top_p", 1.0) if sample else 1.0,
+        }
+        Sampling(**sampling)
+    except UserError as error:
+        raise UserError(f"task {task!r}: {error}") from None
+    extra = sorted(name for name in {*given} - {*SAMPLING, *LENGTHS}
+                   if given[name] != NEUTRAL.get(name))  # fmt: skip
+    if extra:
+        raise UserError(
+            f"task {task!r} generates with {extra[0]}={given[extra[0]]!r}, and the engine "
+            f"supports only {', '.join(SAMPLING)}; leave the task out"
+        )
+    count = known["max_gen_toks"]
+    if count >= context:
+        raise UserError(
+            f"task {task!r} generates up to {count} tokens and the context of {where} is "
+            f"max_seq_len={context}; leave the task out"
+        )
+    return {"count": count, "until": [*texts], **sampling}
 
 
 def stopper(tokenizer: Tokenizer, until: list[str]) -> Callable[[int, list[int]], bool] | None:

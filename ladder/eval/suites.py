@@ -16,6 +16,7 @@ import torch
 
 from ladder.config import FILES, build, configs_folder, find, load_yaml
 from ladder.eval import offline
+from ladder.infer.settings import check_count
 from ladder.models.errors import UserError, nearest
 
 TASKS = Path(__file__).parent / "tasks"
@@ -61,7 +62,11 @@ def load_suite(name: str) -> list[SuiteTask]:
     data = load_yaml(path)
     if not isinstance(data, list) or not data or not all(isinstance(each, dict) for each in data):
         raise UserError(f"{path} must hold a list of tasks, as `- {{task: piqa, num_fewshot: 5}}`")
-    return [build(SuiteTask, each, f"task {i} of {path}") for i, each in enumerate(data, start=1)]
+    found = [build(SuiteTask, each, f"task {i} of {path}") for i, each in enumerate(data, start=1)]
+    for entry in found:
+        if entry.num_fewshot is not None:
+            check_count(f"task {entry.task!r} of {path}: num_fewshot", entry.num_fewshot, 0)
+    return found
 
 
 def require_lm_eval() -> None:
@@ -161,14 +166,35 @@ def load(
                 if getattr(task, flag, False):
                     raise UserError(f"task {name!r} {does}; leave it out")
             shots = task.get_config("num_fewshot")
+            if task.OUTPUT_TYPE == "loglikelihood_rolling":
+                shots = 0  # a whole text; the harness puts no examples before it
             # A task that sets 0 has no examples.
             if entry.num_fewshot is not None and shots != 0:
                 shots = entry.num_fewshot
+            _check_shots(name, task, shots or 0)
             task.set_config(key="num_fewshot", value=shots or 0)
             task.build_all_requests = _named(name, task.build_all_requests)
         for key in loaded:
             loaded[key].update(found[key])
     return loaded
+
+
+def _check_shots(name: str, task: Any, shots: int) -> None:
+    """Raise UserError unless the harness can draw so many few-shot examples for each document."""
+    check_count(f"task {name!r}: num_fewshot", shots, 0)
+    from lm_eval.api.samplers import SAMPLER_REGISTRY
+
+    sampler: Any = getattr(task, "sampler", None)
+    if not shots or type(sampler) not in SAMPLER_REGISTRY.values():  # a sampler of the task's own
+        return
+    rows, besides = len(sampler.df), ""
+    if task.fewshot_cfg.split == task.get_config("test_split"):  # as the harness's sampler compares
+        rows, besides = max(rows - 1, 0), " besides the one that is scored"
+    if shots > rows:
+        raise UserError(
+            f"num_fewshot={shots}: task {name!r} has {rows} row{'' if rows == 1 else 's'} of "
+            f"examples{besides}; lower it to {rows} or less (--num-fewshot)"
+        )
 
 
 def _load(manager: Any, name: str) -> dict[str, Any]:
@@ -185,7 +211,7 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
             f"Face hub, which needs a network or a filled cache; `--tasks offline` needs neither"
         ) from error
     except Exception as error:  # from the task's own code
-        # As datasets says of a file without a line, and of a split without a row.
+        # The errors of datasets for a file without a line, and for a split without a row.
         if isinstance(error, StopIteration) or "out of bounds for size 0" in str(error):
             raise UserError(
                 f"task {name!r} cannot be loaded: a split of its data is empty; fill it, or leave "

@@ -325,10 +325,113 @@ metric_list: [{{metric: byte_perplexity}}]
     assert main(command) == 2
     assert "task 'mine' cannot be loaded: a split of its data is empty" in capsys.readouterr().err
     rows.write_text('{"text": "a b c"}\n' * 3)
-    assert main(command) == 0
-    assert re.search(r"mine +0 +byte_perplexity", capsys.readouterr().out)
+    assert main([*command, "--num-fewshot", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"mine +0 +byte_perplexity", printed)  # a whole text has no examples before it
+    assert "--num-fewshot=2 has no effect: these tasks have no examples" in printed
     record = json.loads((out / "results.json").read_text())
     assert [each["examples"] for each in record["results"][str(llama)]] == [3]
+
+
+def write_task(folder: Path, name: str, more: str) -> None:
+    """A task of two rows, with further keys of its config."""
+    rows = folder / "rows.jsonl"
+    rows.write_text('{"asked": "a b", "answer": "c"}\n{"asked": "b c", "answer": "d"}\n')
+    (folder / f"{name}.yaml").write_text(
+        f"{{task: {name}, dataset_path: json, dataset_kwargs: {{data_files: {{test: {rows}, train: "
+        f"{rows}}}}}, test_split: test, doc_to_text: '{{{{asked}}}}', doc_to_target: "
+        f"'{{{{answer}}}}', metric_list: [{{metric: exact_match}}], {more}}}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ("max_gen_toks: 150", "task 'asks' generates up to 150 tokens and the context of {other} is"
+         " max_seq_len=100; leave the task out"),
+        ("max_gen_toks: 0", "task 'asks': max_gen_toks=0 must be a whole number, 1 or above"),
+        ("max_tokens: many", "task 'asks': max_tokens='many' must be a whole number, 1 or above"),
+        ("num_beams: 2", "task 'asks' generates with num_beams=2, and the engine supports only"),
+        ("do_sample: true, top_k: -1", "task 'asks': top_k=-1 must be a whole number"),
+        ("do_sample: true, top_p: most", "task 'asks': top_p='most' must be a number"),
+        ("until: 3", "task 'asks' has until=3; give a text or a list of texts"),
+        ("until: [a, 3]", "task 'asks' has until=['a', 3]; give a text or a list of texts"),
+    ],
+)  # fmt: skip
+def test_options_of_generation_are_refused_before_a_model_is_run(
+    llama: Path, tmp_path: Path, kwargs: str, message: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """For the shortest context of all models: what other tasks scored would be lost."""
+    needs_lm_eval()
+    other, tasks, out = tmp_path / "other", tmp_path / "tasks", tmp_path / "out"
+    shutil.copytree(llama, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
+    tasks.mkdir()
+    write_task(tasks, "asks", f"output_type: generate_until, generation_kwargs: {{{kwargs}}}")
+    monkeypatch.setattr("ladder.eval.command.load_for_inference", lambda *_, **__: 1 / 0)
+    command = ["eval", str(llama), str(other), "--device", "cpu", "--out", str(out),
+               "--include-path", str(tasks), "--tasks", "asks"]  # fmt: skip
+    assert main(command) == 2
+    assert message.format(other=other) in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_options_of_generation_without_effect_are_accepted(llama: Path, tmp_path: Path) -> None:
+    needs_lm_eval()
+    write_task(tmp_path, "asks", "output_type: generate_until, generation_kwargs: {until: null, "
+               "max_gen_toks: 4, num_beams: 1, top_p: null}")  # fmt: skip
+    assert main(["eval", str(llama), "--device", "cpu", "--out", str(tmp_path / "out"),
+                 "--include-path", str(tmp_path), "--tasks", "asks"]) == 0  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("split", "shots", "message"),
+    [
+        ("train", 2, None),
+        ("train", 3, "num_fewshot=3: task 'asks' has 2 rows of examples; lower it to 2 or less"),
+        ("test", 1, None),
+        ("test", 2, "num_fewshot=2: task 'asks' has 1 row of examples besides the one that is "
+         "scored; lower it to 1 or less (--num-fewshot)"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("sampler", ["default", "first_n"])
+def test_more_examples_than_there_are(
+    llama: Path, tmp_path: Path, sampler: str, split: str, shots: int, message: str | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    needs_lm_eval()
+    write_task(tmp_path, "asks", f"output_type: loglikelihood, fewshot_split: {split}, "
+               f"fewshot_config: {{sampler: {sampler}}}")  # fmt: skip
+    config = (tmp_path / "asks.yaml").read_text().replace("exact_match", "acc")
+    (tmp_path / "asks.yaml").write_text(config)
+    code = main(["eval", str(llama), "--device", "cpu", "--out", str(tmp_path / "out"),
+                 "--include-path", str(tmp_path), "--tasks", "asks",
+                 "--num-fewshot", str(shots)])  # fmt: skip
+    said = capsys.readouterr()
+    if message is None:
+        assert code == 0
+        assert re.search(rf"asks +{shots} +acc", said.out)
+    else:
+        assert code == 2
+        assert message in said.err
+        assert str(llama) not in said.out
+
+
+def test_a_negative_number_of_examples(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs_lm_eval()
+    suite = tmp_path / "suite.yaml"
+    suite.write_text("- {task: asks, num_fewshot: -1}")
+    write_task(tmp_path, "asks", "output_type: generate_until, num_fewshot: -2")
+    command = ["eval", str(llama), "--device", "cpu", "--out", str(tmp_path / "out"), "--tasks"]
+    assert main([*command, str(suite)]) == 2
+    assert f"task 'asks' of {suite}: num_fewshot=-1 must be a whole" in capsys.readouterr().err
+    suite.unlink()
+    assert main([*command, "asks", "--include-path", str(tmp_path)]) == 2
+    assert "task 'asks': num_fewshot=-2 must be a whole number, 0" in capsys.readouterr().err
 
 
 def test_a_group_of_ones_own_leads_to_the_offline_suite(
