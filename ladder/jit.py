@@ -71,10 +71,10 @@ def kernel(kind: Kind) -> Callable[[Callable[..., None]], Any]:
 def begin(PDL: tl.constexpr):
     """Begin a kernel under programmatic dependent launch; nothing is read or written before this.
 
-    Every program of every kernel must call this, or wait by itself if it may read something earlier
-    (weights), even a program without work. The wait is only for the previous kernel, and those of
-    other streams whose events come between: older kernels are known to have ended only because
-    these waited for them.
+    Every program of every kernel must call this, even a program without work; a kernel that may
+    read something earlier (weights) waits by itself instead. The wait covers only the previous
+    kernel, and kernels of other streams whose events come between. Older kernels are known to have
+    ended only because these kernels waited for them.
     """
     if PDL:
         gdc_launch_dependents()
@@ -87,7 +87,7 @@ def element(dtype: torch.dtype) -> Any:
 
 
 def multiplied(dtype: torch.dtype) -> Any:
-    """The type in which they are multiplied; the interpreter has no product of bfloat16."""
+    """The Triton type in which `dtype` is multiplied; the interpreter cannot multiply bfloat16."""
     return tl.float32 if interpreted() else element(dtype)
 
 
@@ -104,7 +104,7 @@ def device_name(device: torch.device) -> str:
 
 
 def multiprocessors(device: torch.device, interpreter: int) -> int:
-    """The SMs of a GPU; of a CPU, whose programs run one after the other, `interpreter`."""
+    """The number of SMs of a GPU; for a CPU, which runs programs one by one, `interpreter`."""
     if device.type == "cpu":
         return interpreter
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -127,10 +127,10 @@ def on_triton(tensor: Tensor) -> bool:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes a GPU the current one inside a `with`: new streams, events and captures are on that.
+    """Make a GPU the current one inside a `with`: new streams, events and captures belong to it.
 
-    A capture on another one would record nothing of a model's work. torch's own context takes
-    longer than the question whether it is needed.
+    A capture on another GPU would record none of a model's work. Entering torch's own context takes
+    longer than checking whether it is needed.
     """
     here = device.type != "cuda" or device.index is None
     here = here or device.index == torch.cuda.current_device()
@@ -163,7 +163,7 @@ def launch(
             watch(compiled, math.prod(grid), device)
 
 
-# A compiled kernel of Triton's, its number of programs, and the device on which it was launched.
+# Arguments: a compiled Triton kernel, its number of programs, the device it was launched on.
 Watch = Callable[[Any, int, torch.device], None]
 _watchers: list[Watch] = []
 

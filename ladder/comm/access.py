@@ -48,9 +48,9 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, str | None] = WeakKeyDictionary()
 def group_refusal(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """The reason why kernels of this group's ranks cannot write to each other's memory, or None.
 
-    It is the same on all ranks: the first rank's that has one. device: this rank's GPU. The ranks
-    ask each other at the first call with a group, which all must make together, outside of a
-    capture of a CUDA graph. For groups of any GPUs; `push_refusal` is of neighbours.
+    All ranks get the same reason, from the first rank that has one. device: this rank's GPU. The
+    ranks ask each other at the first call with a group; all must make it together, outside of a
+    CUDA graph capture. The GPUs may be any; `push_refusal` is for neighbours.
     """
     if group not in _groups:
         if capturing():
@@ -58,13 +58,13 @@ def group_refusal(group: dist.ProcessGroup, device: torch.device) -> str | None:
                 "the first call with a process group asks its ranks for their GPUs, which a CUDA "
                 "graph capture cannot do; run the call once before"
             )
-        with torch.cuda.device(device):  # which NCCL takes for the objects
+        with torch.cuda.device(device):  # NCCL takes the current GPU for the objects
             _groups[group] = _asked(group, device.index)
     return _groups[group]
 
 
 def _asked(group: dist.ProcessGroup, mine: int) -> str | None:
-    """What the ranks of a group, this one with GPU `mine`, say together."""
+    """The refusal that the ranks of a group agree on, or None. mine: this rank's GPU."""
     about = push_refusal(1), _gpu(mine)
     everyone: list[tuple[str | None, str]] = [about] * group.size()
     dist.all_gather_object(everyone, about, group=group)
@@ -81,7 +81,7 @@ def _gpu(index: int) -> str:
 
 
 def _unseen(rank: int, mine: int, gpus: list[str]) -> str | None:
-    """Why this rank, with GPU `mine`, cannot reach those GPUs of all ranks, or None."""
+    """Why this rank, with GPU `mine`, cannot reach `gpus`, the ranks' GPUs by UUID, or None."""
     visible = [_gpu(index) for index in range(torch.cuda.device_count())]
     for peer, gpu in enumerate(gpus):
         if gpu not in visible:
@@ -93,7 +93,7 @@ def _unseen(rank: int, mine: int, gpus: list[str]) -> str | None:
 
 
 def common_push_refusal(processes: int) -> str | None:
-    """`push_refusal` of the first rank that has one, on every rank; all ranks must call it."""
+    """On every rank, the first rank's `push_refusal` that is not None. All ranks must call this."""
     mine = push_refusal(processes)
     if not dist.is_initialized():
         return mine

@@ -1,10 +1,11 @@
-"""Whether a call is captured in a CUDA graph or runs eagerly: other implementations are faster.
+"""Whether a call is captured in a CUDA graph or runs eagerly: the fastest implementation differs.
 
-Without a graph the host enqueues each kernel, copy and wait; in one they follow each other at once.
-So tables have entries for each mode. A call is `captured` while its stream is being captured, and
-within `as_captured`: what prepares a capture (memory, kernels, tables) must run what it will pick,
-since a capture can make none of that. The backward pass of a captured forward pass is another call,
-with the mode of its own time.
+Without a graph the host enqueues each kernel, copy and wait; in a graph they follow each other at
+once. So tables have entries for each mode. A call is `captured` while its stream is being captured,
+and within `as_captured`. The run before a capture needs `as_captured`: it prepares the memory,
+kernels and tables of the implementations that the capture will pick, and a capture can make none of
+these. The backward pass of a captured forward pass is another call, in the mode of the time when it
+runs.
 
 All ranks of a group must be in the same mode, as they must make the same calls.
 """
@@ -21,7 +22,7 @@ import torch
 
 Mode = Literal["captured", "eager"]
 MODES: tuple[Mode, ...] = ("captured", "eager")
-# How many `as_captured` are open. Not of a thread: autograd runs backward passes in others.
+# How many `as_captured` are open. Not for each thread: autograd runs backward passes in others.
 _as_captured = 0
 
 
@@ -77,8 +78,8 @@ def side_stream(device: int) -> torch.cuda.Stream:
 
 
 def rejoin(stream: torch.cuda.Stream) -> None:
-    """After an error in the middle of a captured step: make `stream`, whose capture it is, current
-    again, and the side stream a part of it that has ended, so that the capture can end."""
+    """After an error in the middle of a captured step, let the capture of `stream` end: make
+    `stream` current again, and let it wait for the side stream if that is being captured, too."""
     torch.cuda.set_stream(side_stream(stream.device_index))
     captured = torch.cuda.is_current_stream_capturing()
     torch.cuda.set_stream(stream)

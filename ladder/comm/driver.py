@@ -50,8 +50,8 @@ BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 
 
 def buffer_id(address: int) -> int:
-    """The driver's number of the allocation that an address lies in; of no two is it the same, even
-    if one is freed and the next has its addresses."""
+    """The driver's ID of the allocation that contains `address`. No two allocations share an ID,
+    even if the second has the addresses of a first that was freed."""
     found = ctypes.c_ulonglong()
     code = driver().cuPointerGetAttribute(
         ctypes.byref(found), BUFFER_ID, ctypes.c_ulonglong(address)
@@ -62,7 +62,7 @@ def buffer_id(address: int) -> int:
 
 
 def current_stream(device: torch.device) -> int:
-    """The handle of the device's current stream; a tenth of the time of torch's own function."""
+    """The handle of the device's current stream, in a tenth of the time of torch's own function."""
     found: int = torch._C._cuda_getCurrentRawStream(device.index)
     return found
 

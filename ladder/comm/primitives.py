@@ -15,7 +15,7 @@ A rank hands data to another in one of two ways.
 *Memory ordering.* Plain accesses of a program have no order that another GPU can rely on. Only a
 release (`signal`, `arrive`) orders all accesses of the program before it, and only an acquire
 (`wait`, `arrive`) that reads what the release wrote orders those after it; a slot orders nothing
-but the word that it is. Each function below says what it is.
+but its own word. Each function below says which kind of access it makes.
 
 buffers: int64 [world], the addresses of each rank's memory (`SymmetricTensor.addresses`). inside:
 which elements are accessed. All functions run in Triton's interpreter, too, where programs run one
@@ -56,7 +56,7 @@ def rotate(i, rank, WORLD: tl.constexpr, PER=1):
 def peer(buffers, rank, BITS: tl.constexpr):
     """A pointer of type BITS to the memory of `rank`; aligned for 16-byte accesses.
 
-    A weak load of the table, which the host has written, or a kernel that has ended.
+    A weak load: the host has written the table, or a kernel that has ended.
     """
     return tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(BITS)), 16)
 
@@ -110,7 +110,7 @@ def put_tile(matrix, tile, row, column, rows, columns, stride):
 @jit
 @no_type_check
 def atomic_add(pointers, values, inside):
-    """Add to own memory or a peer's, each element at once, in no order.
+    """Add to own memory or a peer's, each element atomically, in no order.
 
     Relaxed, in the scope of the system: no element is lost, but nothing is ordered; `signal`
     afterwards, as for `store`. Sums of floats depend on the order of arrival.
@@ -134,8 +134,9 @@ def _barrier():
 def signal(flag, value):
     """Set `flag`, one int32 word, own or a peer's, after all accesses of this program.
 
-    A barrier of the program's threads, and a release in the scope of the system: who sees the value
-    by `wait` sees everything that this program has written. TMA stores need a `flush` before.
+    A barrier of the program's threads, and a release in the scope of the system: a program that
+    sees the value by `wait` sees everything that this one has written. TMA stores need a `flush`
+    before.
     """
     _barrier()  # every thread's stores come before the release, which one thread does
     tl.atomic_xchg(flag, value, sem="release", scope="sys")
@@ -148,7 +149,8 @@ def wait(flag, value, SPIN_LIMIT: tl.constexpr, TMA: tl.constexpr = False):
 
     One thread polls, by an acquire in the scope of the system, and the others follow it through a
     barrier: all accesses of the program after this see what was written before the `signal` or
-    `arrive` that set the value. After SPIN_LIMIT polls the kernel traps. TMA: so do TMA loads.
+    `arrive` that set the value. TMA: its TMA loads see that, too. After SPIN_LIMIT polls the kernel
+    traps.
     """
     spins = 0
     while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < value:
@@ -160,12 +162,13 @@ def wait(flag, value, SPIN_LIMIT: tl.constexpr, TMA: tl.constexpr = False):
 @jit
 @no_type_check
 def arrive(counter, count, SCOPE: tl.constexpr):
-    """Add 1 to `counter`, an int32 word; whether this program is the last of `count` to arrive.
+    """Add 1 to `counter`, an int32 word; returns whether this is the last of `count` programs.
 
     A barrier of the program's threads, then acquire and release: the last one sees everything that
-    the others wrote before they arrived; who runs later and is not the last sees some of it.
-    SCOPE: gpu if all programs, and who waits, are on this GPU; sys for a counter of a peer, or one
-    for which a copy engine waits. Whoever acts on the full count sets it back to 0.
+    the others wrote before they arrived; each of the others sees what was written before the
+    arrivals ahead of its own. SCOPE: gpu if all programs, and all that wait for the counter, are on
+    this GPU; sys for a counter of a peer, or one for which a copy engine waits. Whoever acts on the
+    full count sets it back to 0.
     """
     _barrier()  # every thread's stores come before the release, which one thread does
     return tl.atomic_add(counter, 1, sem="acq_rel", scope=SCOPE) == count - 1
@@ -219,9 +222,9 @@ def peers_across(buffers, WORLD: tl.constexpr, WP: tl.constexpr, BITS: tl.conste
     """Pointers of type BITS to the memory of rank 0, 1, ..., WORLD - 1, along the last of three
     dimensions, [1, 1, WP]; null beyond. For `push_across`.
 
-    WP: WORLD, rounded up to a power of two. A thread loads the ranks that it has. Scalars, as of
-    `peers`, are moved to uniform registers as soon as they are loaded, and a warp waits for that:
-    before its later loads, if these have not been issued.
+    WP: WORLD, rounded up to a power of two. Each thread loads the pointers of its own ranks. Scalar
+    pointers, as of `peers`, are moved to uniform registers as soon as they are loaded; a warp waits
+    for this move before it issues its later loads.
     """
     ranks = tl.arange(0, WP)[None, None, :]
     return tl.load(buffers + ranks, mask=ranks < WORLD, other=0).to(tl.pointer_type(BITS))
@@ -230,7 +233,7 @@ def peers_across(buffers, WORLD: tl.constexpr, WP: tl.constexpr, BITS: tl.conste
 @jit
 @no_type_check
 def push_across(slots, start, offsets, bits, inside, EMPTY: tl.constexpr):
-    """As `push_to_slots`, by one store: every rank's word by another thread.
+    """As `push_to_slots`, by one store, in which another thread writes each rank's word.
 
     slots: `peers_across`. offsets, bits, inside: three dimensions, of which the last is 1.
     """
@@ -252,7 +255,7 @@ def clear(slots, stride, offsets, inside, rank, WORLD: tl.constexpr, EMPTY: tl.c
 @jit
 @no_type_check
 def count_spin(spins, limit: tl.constexpr):
-    """Count one more poll of an empty slot; above `limit` the kernel traps: no rank hangs."""
+    """Count one more poll of an empty slot; above `limit` the kernel traps, so no rank hangs."""
     spins += 1
     if spins > limit:
         tl.inline_asm_elementwise(

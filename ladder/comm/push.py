@@ -8,9 +8,9 @@ Three sets of slots rotate. Call e writes set e % 3 on the peers and, while thei
 clears set (e - 1) % 3 on its own rank, which call e - 1 has read. A peer writes that set again in
 its call e + 2. For that it needs this rank's push of call e + 1, which follows the clearing. So a
 set is never written before it is clear, also under graph replay, as long as every rank makes the
-same calls in the same order on one stream. All that holds for each program and its own piece of
-the slots, so messages of all sizes may share them: a program clears its whole piece, whatever part
-of it the call before has filled, and counts the calls that had a piece for it.
+same calls in the same order on one stream. All that holds for each program and its own piece of the
+slots, so messages of all sizes may share them. A program clears its whole piece, whatever part of
+it the previous call has filled, and counts only the calls that it took part in.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ladder.comm.primitives import (
 from ladder.jit import begin, kernel, launch, tl, triton
 
 SETS = 3
-# The dtypes of our all-reduces, and how a word has them (`ladder.comm.primitives.add_up`).
+# The dtypes of our all-reduces, and how a word packs them (`ladder.comm.primitives.add_up`).
 PACKED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 DTYPES = tuple(PACKED)
 
@@ -86,8 +86,8 @@ def _push_all_reduce(
 class PushAllReduce:
     """All-reduces of one dtype over `group`; every rank must make one, outside a capture.
 
-    elements: the most of a message. All ranks must make the same calls in the same order, and calls
-    must not overlap (one stream): they share their slots, which take 3 x world x the largest
+    elements: of the largest message. All ranks must make the same calls in the same order, and
+    calls must not overlap (one stream): they share their slots, which take 3 x world x the largest
     message of each rank's memory.
     """
 
@@ -112,7 +112,7 @@ class PushAllReduce:
 
         Its bytes are a multiple of 16, and at most those of the largest message. blocking: the next
         kernel waits for the sum. A dependent launch, which lets the next kernel start early, is
-        used only if False: before a kernel that waits it costs more than it gains
+        used only if `blocking` is False: before a kernel that waits it costs more than it gains
         (benchmarks/results/README.md).
         """
         assert partial.is_contiguous(), partial.stride()

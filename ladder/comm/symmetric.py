@@ -41,8 +41,8 @@ def allocate(
 ) -> SymmetricTensor:
     """Allocate a tensor on every rank; all ranks must call this, outside a graph capture.
 
-    bits: the initial content of each element, as a signed integer of its size; set on every rank
-    when this returns. None: the memory has any content.
+    bits: the initial content of each element, as a signed integer of its size; it is set on every
+    rank when this returns. None: the content is undefined.
 
     torch 2.11 zeroes the memory, and the flags of `handle` beside it, on the default stream without
     waiting. The current stream may be one that does not wait for that stream, as in the warm-up of
@@ -62,7 +62,7 @@ def allocate(
     assert by_rank[rank].data_ptr() == own.data_ptr()
     by_rank[rank] = own  # it keeps the memory alive
     addresses = torch.tensor([each.data_ptr() for each in by_rank], device=device)
-    torch.cuda.synchronize(device)  # filled, and the handle's own addresses are on the device
+    torch.cuda.synchronize(device)  # until filled, and the handle's addresses are on the device
     if bits is not None:
         dist.barrier(group)
     return SymmetricTensor(rank, by_rank, addresses, handle)

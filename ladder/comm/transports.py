@@ -18,7 +18,7 @@ from ladder.comm.barriers import KernelBarrier, StreamBarrier
 from ladder.comm.collectives import all_gather, reduce_scatter
 from ladder.models.errors import UserError
 
-MIN_ROWS = 1024  # of symmetric buffers
+MIN_ROWS = 1024  # of the smallest symmetric buffers
 
 
 class Transport(Protocol):

@@ -9,8 +9,8 @@ A rank sends 2 (world - 1) / world messages; a push all-reduce sends world - 1.
 Each of the two steps is a collective of its own: `scatter`, whose result is this rank's shard, and
 `gather`, whose input it is.
 
-A fixed number of programs processes the shards chunk by chunk, a few if the rest of the GPU is for
-other work; each processes other chunks while the peers' data is in flight.
+A fixed number of programs processes the shards chunk by chunk; a small number leaves the rest of
+the GPU to other work. Each processes other chunks while the peers' data is in flight.
 
 Two sets of slots alternate, and the reader of a slot clears it at once: call e uses set e % 2. A
 peer writes set e % 2 again in its call e + 2, so after its call e + 1 has ended. That call ends
@@ -49,7 +49,7 @@ from ladder.comm.push import DTYPES, PACKED
 from ladder.jit import begin, kernel, launch, tl, triton
 
 SETS = 2
-KINDS = 2  # of slots, for each of the two steps
+KINDS = 2  # kinds of slots, one for each of the two steps
 AHEAD = 2  # chunks that a program sends before it waits for the first
 ALIGNMENT = 16  # words: shards begin at multiples of it
 
@@ -85,10 +85,10 @@ def _two_shot_all_reduce(
     SPIN_LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """SCATTERS, GATHERS: both, or one alone; without the other, partial or out is a shard.
+    """SCATTERS, GATHERS: do both steps, or one; without the other, partial or out is a shard.
 
-    SUMS: what is gathered is the sum of WORLD shards in own memory, source_stride words apart.
-    KINDS: of slots: of the scatter and the gather, or 1 if all calls are of one of the two.
+    SUMS: gather the sum of WORLD shards in own memory, source_stride words apart. KINDS: the kinds
+    of slots, 2, or 1 if all calls do only the scatter, or only the gather.
     """
     begin(PDL)
     program = tl.program_id(0)
@@ -122,7 +122,7 @@ def _two_shot_all_reduce(
                 place, parts = partial + offsets, ()
                 for _ in tl.static_range(WORLD):
                     parts += (load(place, mine, 0),)
-                    place += source_stride  # not a product by it, which could leave 32 bits
+                    place += source_stride  # not a multiple of it, which could exceed 32 bits
                 value = add_up(parts, WORLD, PACKED, AVERAGE)
             else:
                 value = tl.load(partial + (index if SCATTERS else offsets), mask=mine, other=0)
@@ -160,7 +160,8 @@ class TwoShotAllReduce:
     Every rank must make one, outside a capture. Messages of all sizes and dtypes share the slots,
     which take 2 x kinds x `limit` of each rank's memory: all ranks must make the same calls in the
     same order, and calls must not overlap (one stream). programs: the thread blocks of a call,
-    which occupy about as many SMs. kinds: 1 if all calls scatter, or all gather.
+    which occupy about as many SMs. kinds: of slots: 1 if all calls only scatter, or all only
+    gather.
     """
 
     SMALL, LARGE = (1024, 4), (4096, 16)  # words of a chunk, warps
@@ -194,9 +195,9 @@ class TwoShotAllReduce:
         return out
 
     def scatter(self, partial: Tensor, average: bool = False) -> Tensor:
-        """The sum over the ranks of partial [T, ...], of which this rank's is returned [...].
+        """Sum partial [T, ...] over the ranks; returns this rank's shard of the sum, [...].
 
-        average: divided by T before it is rounded. A shard's bytes are a multiple of 16.
+        average: the sum is divided by T before it is rounded. A shard's bytes are a multiple of 16.
         """
         out = torch.empty_like(partial[0])
         shard = out.nbytes // 4
@@ -204,17 +205,18 @@ class TwoShotAllReduce:
         return out
 
     def gather(self, own: Tensor) -> Tensor:
-        """`own` [...] of all ranks, [T, ...]; zeros have no sign. Its bytes: as a shard's."""
+        """Gather all ranks' `own` [...], of multiples of 16 bytes: [T, ...]. -0.0 becomes 0.0."""
         out = own.new_empty(self.world, *own.shape)
         shard = own.nbytes // 4
         self._run(own, out, self.world * shard, shard, scatters=False)
         return out
 
     def gather_sums(self, slots: Tensor, rows: int, out: Tensor) -> None:
-        """Put the sums of all ranks' slots [T, rows or fewer, n], in rank order, into out [m, n].
+        """Sum own slots [T, rows or fewer, n] in rank order; gather all ranks' sums into out [m,
+        n].
 
-        rows: of each rank but the last ones, which have what is left of m; `limit` holds so many of
-        all ranks. n elements are whole words.
+        rows: the rows of each rank, but the last ranks have what is left of m. `limit` is enough
+        for as many rows of every rank. A row of n elements fills whole words.
         """
         shard = rows * out.shape[1] * out.element_size() // 4
         self._run(slots, out, out.nbytes // 4, shard, scatters=False, stride=slots.stride(0))
@@ -224,8 +226,8 @@ class TwoShotAllReduce:
         gathers: bool = True, average: bool = False, blocking: bool = True,
         stride: int | None = None,
     ) -> None:  # fmt: skip
-        """words: of a whole message, of which each rank has a shard. stride: elements between the
-        shards that `source` has to be summed; None: it has none."""
+        """words: of the whole message. shard: words of each rank's shard. stride: elements between
+        the shards of `source` that are summed first; None: none are."""
         sums = stride is not None
         assert source.is_contiguous() or sums, source.stride()
         assert source.dtype in DTYPES, source.dtype

@@ -117,12 +117,12 @@ def _attention_kernel(
     base = b * batch_stride + h.to(tl.int64) * head_stride
     stop = tl.minimum(first + share, position)
     row = b * HKV + h
-    # Of float32, and of many query heads, the loop has no registers left to begin in.
+    # With float32, and with many query heads, the loop has no registers left to begin in.
     LATE: tl.constexpr = (kind != tl.float32) & (GP <= 32)
     if PDL and not LATE:
         gdc_wait()
     if first < end:
-        # What the loop's first turn finds.
+        # The state before the loop's first turn.
         high = tl.full([GP], float("-inf"), tl.float32)
         weight = tl.zeros([GP], tl.float32)
         total = tl.zeros([GP, HP if PAIRS else DP], tl.float32)
@@ -130,7 +130,8 @@ def _attention_kernel(
         other, scales = None, None
         if PAIRS:
             other, scales = tl.zeros([GP, HP], tl.float32), tl.zeros([GP, 1], tl.float32)
-        # Single bytes are not copied ahead by the compiler, as keys are: each block reads the next.
+        # The compiler does not copy single bytes ahead, as it does keys: each block reads the
+        # next's.
         k_next = None
         v_next = None
         if key_exponents is not None:
@@ -150,7 +151,7 @@ def _attention_kernel(
             else:
                 k_left, k_right = _keys(keys, base, i, start + n, stop, HALF, HD)
                 v = _values(values, base, d, start + n, stop, HD)
-            # Here, for the compiler copies the first blocks of keys and values to shared memory
+            # Here, since the compiler copies the first blocks of keys and values to shared memory
             # before the loop: the previous kernel may end while they come.
             if LATE:  # noqa: SIM102  (known when this is compiled; `start` is not)
                 if start == first:
@@ -216,7 +217,7 @@ def _attention_kernel(
                 weights = tl.load(stat + slot * 2 + 1, mask=used, other=0, cache_modifier=".cg")
                 totals = tl.load(part + slot * HD + c, mask=used & (c < HD), other=0,
                                  cache_modifier=".cg")  # fmt: skip
-                # -1e30: of a head beyond G, no NaN
+                # -1e30: no NaN for a head beyond G
                 best = tl.maximum(tl.max(highs, 0, keep_dims=True), -1e30)
                 factor = tl.exp2(highs - best)
                 y = tl.sum(totals * factor, 0) / tl.sum(weights * factor, 0)
@@ -253,13 +254,13 @@ def decode_attention(
         what is stored of itself.
 
     beside: other kernels are meant to run at the same time. eight_bits: the model's weights are
-    stored in so many. They set how many programs share the keys, and so the order of sums.
+    stored in 8 bits. Both set how many programs share the keys, and so the order of sums.
 
     The launch depends only on shapes, so a captured graph serves every position. The rotation is in
     float32 and rounded once; scores, softmax and sums are in float32; softmax weights are rounded
-    to the dtype of the values before the product, as in flash attention, or over e4m3 in pairs to
-    float16, with the scales of the values. The result is in `gives`,
-    or as qkv. Not differentiable.
+    to the dtype of the values before the product, as in flash attention; for a cache in e4m3 that
+    is read in pairs, to float16, with the scales of the values. The result is in `gives`, or in the
+    dtype of qkv. Not differentiable.
     """
     batch, kv_heads, length, head_dim = keys.shape
     gives = gives or qkv.dtype

@@ -30,7 +30,7 @@ def _values(cache, base, d, positions, stop, HD: tl.constexpr):
 @jit
 @no_type_check
 def _pairs(cache, base, j, positions, stop, HD: tl.constexpr):
-    """Of an e4m3 cache, the keys or values at `positions` as pairs of bytes, int16 [BN, HD / 2]; 0
+    """The keys or values of an e4m3 cache at `positions`, as pairs of bytes, int16 [BN, HD / 2]; 0
     from `stop` on. Within a head 32 bits are enough for any offset, and need fewer registers."""
     of_head = cache.to(tl.pointer_type(tl.int16), bitcast=True) + (base >> 1)
     at = of_head + (positions[:, None] * (HD // 2) + j[None, :])
@@ -52,10 +52,10 @@ FIRST, SECOND = _converted("0x20"), _converted("0x31")
 @jit
 @no_type_check
 def _of_pairs(x, NUMBER: tl.constexpr, KIND: tl.constexpr):
-    """The first (0) or second (1) number of each pair, in KIND: in float16, but in the interpreter.
+    """The first (0) or second (1) number of each pair, in float16; in the interpreter in KIND.
 
-    Tensor cores are given what is 16 bits wide from shared memory in either order, single bytes of
-    values one by one; and two numbers take two instructions, in bfloat16 four.
+    Tensor cores get numbers of 16 bits from shared memory in either order, but single bytes of
+    values one by one. And two numbers take two instructions; to bfloat16 it would be four.
     """
     if ASSEMBLY:
         assembly: tl.constexpr = SECOND if NUMBER else FIRST
@@ -67,7 +67,7 @@ def _of_pairs(x, NUMBER: tl.constexpr, KIND: tl.constexpr):
 @jit
 @no_type_check
 def _exponents(exponents, base, positions, stop, HD: tl.constexpr):
-    """Those of the scales of the keys or values at `positions`, [BN]; of 1 from `stop` on."""
+    """The exponents of keys' or values' scales at `positions`, [BN]; from `stop` on, that of 1."""
     at = exponents + base // HD + positions
     return tl.load(at, mask=positions < stop, other=127)
 
@@ -75,7 +75,7 @@ def _exponents(exponents, base, positions, stop, HD: tl.constexpr):
 @jit
 @no_type_check
 def _small(x, exponent):
-    """x in e4m3 over its scale, and the float32 that is read of it."""
+    """(x over its scale in e4m3, the float32 that this stands for)."""
     found = to_e4m3(x.to(tl.float32) * power(254 - exponent))
     return found, found.to(tl.float32) * power(exponent)
 
@@ -112,11 +112,11 @@ def _block_of_pairs(
     high, weight, first, second, q_first, q_second, k, v, k_exponent, v_exponent, seen, scales,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """As `_block`, of keys and values in e4m3, in pairs: everything is multiplied in float16.
+    """As `_block`, for keys and values in e4m3, in pairs: everything is multiplied in float16.
 
     first, second: the sums of the values' first and second numbers. scales: those of the queries'
     scores, [GP, 1]. A softmax weight takes the scale of its value into its exponent, and `high` is
-    that of both: what is rounded is 2^15 at most, whatever the values' scales.
+    the maximum of both together: what is rounded is 2^15 at most, whatever the values' scales.
     """
     score = tl.dot(q_first, tl.trans(_of_pairs(k, 0, KIND)))
     score += tl.dot(q_second, tl.trans(_of_pairs(k, 1, KIND)))
@@ -136,8 +136,8 @@ def _block_of_pairs(
 @jit
 @no_type_check
 def _queries_of_pairs(query, query_right, KIND: tl.constexpr):
-    """Of queries in halves, [GP, HP] each: the first and second numbers of pairs, in KIND, and the
-    scales of their scores, [GP, 1].
+    """From queries in halves, [GP, HP] each: the first and second numbers of their pairs, in KIND,
+    and the scales of their scores, [GP, 1].
 
     float16 holds every number of a query exactly that is not 2^-29 of its largest or less.
     """
@@ -160,8 +160,9 @@ def _begin(
     HALF: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, LEAST: tl.constexpr,
     KIND: tl.constexpr, kind: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """The token's rotated queries, in halves, and what attention to it alone gives: (maximum,
-    weight, total), nothing unless the token is `mine`: then its key and value are stored, too.
+    """The token's rotated queries, in halves, and the result of attention to it alone: (maximum,
+    weight, total). This is empty unless the token is `mine`; then its key and value are stored,
+    too.
 
     PAIRS: queries and total are the first and second numbers of pairs, and the scales of the
     queries' scores come last."""

@@ -9,16 +9,16 @@ from ladder.jit import triton
 
 FULL = 96  # programs that fill the GPU without a split
 FEW = 8  # sequences times KV heads
-# Over a cache of up to SHORT blocks (2048 tokens in bfloat16) few sequences have about so many
-# programs, or CHEAP_SPLITS for each of them and of their KV heads if that is less. Beside other
-# kernels: fewer find room on the SMs that larger tiles of products leave (3 % less of a ladder's
-# steps of 4 sequences of an 8B at TP 4, and of a 2B). Alone: 0 to 3 % less, but 1 % more with
-# weights in 8 bits.
+# Few sequences over a cache of up to SHORT blocks (2048 tokens in bfloat16) have about so many
+# programs, or CHEAP_SPLITS for each sequence and KV head if that is less. Beside other kernels,
+# fewer programs find room on the SMs that larger tiles of products leave: a ladder's steps of 4
+# sequences (an 8B at TP 4, and a 2B) took 3 % less. Alone they took 0 to 3 % less, but 1 % more
+# with weights in 8 bits.
 BESIDE, ALONE, SHORT = 64, 128, 32
 MAX_SPLITS = 128
 LONG = 64  # blocks: of 64 keys, 4k tokens
 LONG_OF_FEW = 1024  # blocks: 64k tokens
-OVERHEAD = 3  # blocks: what a program takes beside its keys, as reading so many does
+OVERHEAD = 3  # blocks that could be read in the time a program takes beside its keys
 CHEAP_SPLITS = 32  # up to here the combination is not weighed against the reading
 COMBINED = 128 * 128  # numbers combined at once: 128 registers of each thread of 4 warps
 PAIRED = (32, 64, 128, 256)  # sizes of heads whose halves make pairs without padding
@@ -36,10 +36,9 @@ def shape(
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """(keys per block, splits, warps, stages): enough programs to fill the GPU, none idle.
 
-    row_bytes: of one head's queries. e4m3: the cache is in it. pairs: and is read in pairs
+    row_bytes: of one head's queries. e4m3: the cache is in e4m3. pairs: it is read in pairs
     (`ladder.kernels.attention`). beside: other kernels run at the same time. eight_bits: weights
-    are stored in so many.
-    Chosen by measurements on an H200 (benchmarks/results/README.md).
+    are stored in 8 bits. Chosen by measurements on an H200 (benchmarks/results/README.md).
     """
     most = COMBINED // dims
     largest = max(16, min(128, 32768 // row_bytes))
@@ -48,7 +47,7 @@ def shape(
         apart = beside and not eight_bits
         found = splits_of_pairs(sequences_and_heads, triton.cdiv(length, block), apart)
         found = min(found, most)
-        # Larger ones if each split has one.
+        # Larger blocks if each split has only one.
         return largest if length > largest * (found - 1) else block, found, 4, 3
     single = row_bytes > 2 * dims  # precision
     # Conversions of e4m3, and products of float32, want more warps.
@@ -62,19 +61,19 @@ def shape(
         two = MULTIPROCESSORS < sequences_and_heads <= 2 * MULTIPROCESSORS
         return block, 1, 4, 3 if two else 4
     found = min(splits(sequences_and_heads, blocks, beside, eight_bits), most)
-    # Of a pair of programs on an SM, one with as many warps: 1 to 5 % less time.
+    # One program in place of two on an SM, with as many warps: 1 to 5 % less time.
     if sequences_and_heads > FEW and blocks >= LONG and not (found % 2 or e4m3 or single):
         return largest, found // 2, 8, 3
     return block, found, 4, 2 if single else 3
 
 
 def splits_of_pairs(sequences_and_heads: int, blocks: int, beside: bool = False) -> int:
-    """As `splits`, of a cache in e4m3 that is read in pairs: two programs on each SM, which
+    """As `splits`, for a cache in e4m3 that is read in pairs: two programs on each SM, which
     convert in turns. Few sequences have CHEAP_SPLITS, or eight blocks each.
 
-    beside: with other kernels, whose weights are not in 8 bits. Then up to SHORT blocks have one
-    program on each SM, or few sequences some 8 splits: 3 to 6 % less of a ladder's steps of 2 to 32
-    sequences of an 8B at TP 4. With weights in fp8 that took 6 % more.
+    beside: other kernels run at the same time, and weights are not in 8 bits. Then caches of up to
+    SHORT blocks have one program on each SM, or for few sequences some 8 splits: for an 8B at TP 4,
+    a ladder's steps of 2 to 32 sequences took 3 to 6 % less, and with weights in fp8 6 % more.
     """
     if sequences_and_heads > FEW and blocks >= LONG:
         return even_splits(sequences_and_heads, blocks)
@@ -92,18 +91,18 @@ def splits(
 ) -> int:
     """How many programs share the `blocks` blocks of keys of one KV head.
 
-    From LONG blocks on, `even_splits`, but of few sequences. Else a power of two:
+    From LONG blocks on it is `even_splits`, but not for few sequences. Else it is a power of two.
 
-    One program for each SM: two took 2 to 4 % more of a step of 16 and 33 sequences with 2 KV
-    heads. Few sequences have CHEAP_SPLITS at least, since they wait for memory more than they read,
-    but for what BESIDE says. The number of SMs is a constant, so that the order of sums does not
-    depend on the device.
+    There is one program for each SM: with two, steps of 16 and 33 sequences with 2 KV heads took 2
+    to 4 % longer. Few sequences have CHEAP_SPLITS at least, since they wait for memory more than
+    they read; for exceptions see BESIDE. The number of SMs is a constant, so that the order of sums
+    does not depend on the device.
 
     One of the programs combines all their results, at the 50 to 100 GB/s of one SM. With 8 query
     heads of 128, those of 128 splits are 512 KiB, at least 5 us; the keys and values of 8192 tokens
     on 2 KV heads are 8 MiB, 2 us at 4.2 TB/s. So few sequences have more than CHEAP_SPLITS only
-    where there are SMs for them and a split has at least four blocks: a sequence of 8192 tokens
-    took 1 to 5 % less of a step with 32 splits than with 64. From 64k tokens on reading takes
+    where there are SMs for them and a split has at least four blocks: a step of one sequence of
+    8192 tokens took 1 to 5 % less with 32 splits than with 64. From 64k tokens on reading takes
     longest, and two programs on each SM have more loads in flight.
     """
     if sequences_and_heads > FEW and blocks >= LONG:
@@ -120,7 +119,7 @@ def splits(
 
 
 def even_splits(sequences_and_heads: int, blocks: int) -> int:
-    """As `splits`, of long contexts: the number whose programs end first, two on each SM at a time.
+    """As `splits`, for long contexts: the number whose programs, two on each SM, end first.
 
     A last round that leaves many SMs idle costs most: 20 sequences with 2 KV heads, over 32k tokens
     in e4m3, took 136 us with 4 splits (160 programs) and 93 with 6 (docs/results/inference.md).
@@ -135,6 +134,6 @@ def even_splits(sequences_and_heads: int, blocks: int) -> int:
 
 
 def heads_at_once(group: int, splits: int, dims: int) -> int:
-    """Query heads of which one program combines the splits at once, without spilled registers."""
+    """How many query heads' splits a program combines at once without spilled registers."""
     most = COMBINED // (triton.next_power_of_2(splits) * dims)
     return max(1, min(triton.next_power_of_2(group), most))

@@ -2,13 +2,13 @@
 
 A work item is a block of samples of one rank in one table. Program p of P takes items p, p + P, ..
 of every rank, or (`tables`) of all ranks together; a receiver knows how each sender numbers them.
-So what program p receives is what the peers' programs p have sent, and it waits for those alone: no
+So program p receives only what the peers' programs p have sent, and waits for those alone: no
 program waits for one of a higher number, and each sends all it has before it waits for what it
 receives. Programs of a GPU start in the order of their numbers; so the lowest that has not ended
 runs on every rank, and nothing waits for ever, even where not all fit on the GPU at once.
 
-The protocol, and why no slot is written too early: `ladder.ops.mailbox`, where each program of a
-rank is the sender and receiver of its own.
+`ladder.ops.mailbox` has the protocol, and why no slot is written too early. Here each program of a
+rank is a sender and receiver of its own.
 
 A bag is summed in float32 in the order of its indices, and rounded once.
 
@@ -28,20 +28,20 @@ from ladder.comm.symmetric import SymmetricTensor
 from ladder.jit import begin, check_dtype, jit, kernel, launch, tl
 from ladder.kernels.decode_shapes import power_of_2
 
-# tables: table by table, in each the peers' samples first; it spreads what is sent over the whole
-# call, and as few tables as can be are looked up at a time, so that their rows stay in the cache.
-# remote: the peers' samples of all tables first, own ones last. oblivious: rank 0's samples first,
-# on every rank.
+# tables: table by table, in each the peers' samples first; it spreads the sends over the whole
+# call, and few tables are looked up at a time, so that their rows stay in the cache. remote: the
+# peers' samples of all tables first, own ones last. oblivious: on every rank, rank 0's samples
+# first.
 ORDERS = ("remote", "oblivious", "tables")
 # Chosen by lookups of bags of 10 to 70 rows of 64 to 256 numbers on an H200
-# (benchmarks/results/README.md). It is slow if not all programs fit on the GPU at once: the last
-# ones then begin when others have ended.
-TILE, WIDEST = 256, 512  # elements of a tile; of them in a row
+# (benchmarks/results/README.md). A call is slow if not all programs fit on the GPU at once: the
+# last then begin only when others have ended.
+TILE, WIDEST = 256, 512  # elements of a tile; the most in a row
 AHEAD = 10  # rows of a bag that are read at once
 MOST_BAGS = 32
 MAX_PROGRAMS = 4096
-WARP_BYTES = 512  # of a tile that each warp has: 16 for a thread
-WARPS = {2: 24, 4: 32}  # of an SM, by the bytes of a number
+WARP_BYTES = 512  # of a tile for each warp: 16 for a thread
+WARPS = {2: 24, 4: 32}  # for each SM, by the bytes of a number
 
 
 @jit
@@ -148,7 +148,7 @@ def _push_bags_kernel(
         tl.store(flag, 0)
         if not LENT:
             first = tl.load(firsts + q)
-            ranks = WORLD if ORDER == 2 else 1  # of which an item's number tells the rank
+            ranks = WORLD if ORDER == 2 else 1  # ranks that an item's number counts
             items = (tl.load(firsts + q + 1) - first) * ranks * blocks
             for item in range(program, items, programs):
                 sample = item % blocks * BAGS + tl.arange(0, BAGS)
@@ -172,10 +172,11 @@ def push_bags(
     """Pool the bags of this rank's tables for all ranks, and receive those of the own samples.
 
     weights: this rank's tables, contiguous [rows, dim] each; table: their addresses, int64. indices
-    and offsets: contiguous, of all samples, table by table. firsts: int32 [T + 1], the number of
-    tables of the ranks before each, and of all. out: [B / T, tables x dim]. slots: of 32-bit words,
-    memory for an `out` on each rank; words: zeroed, 2 x T x MAX_PROGRAMS. programs: of the kernel,
-    the same on all ranks. order: of ORDERS. lent: the slots are the result, `out` is not written.
+    and offsets: contiguous, of all samples, table by table. firsts: int32 [T + 1], for each rank
+    the number of tables of the ranks before it, then that of all. out: [B / T, tables x dim].
+    slots: of 32-bit words, memory for an `out` on each rank; words: zeroed, 2 x T x MAX_PROGRAMS.
+    programs: of the kernel, the same on all ranks. order: of ORDERS. lent: the slots are the
+    result, `out` is not written.
     """
     rank, world = slots.rank, len(slots.by_rank)
     assert programs <= MAX_PROGRAMS, programs
@@ -192,12 +193,13 @@ def pool_bags(
 ) -> Tensor:
     """Pool the bags of tables on one GPU: [batch, tables x dim].
 
-    indices, offsets: of all samples, table by table. weights, table: as for `push_bags`; a table
-    that is not given is made of the host's numbers: of several, no CUDA graph can hold that.
+    indices, offsets: of all samples, table by table. weights, table: as for `push_bags`; without
+    `table` the addresses are copied from the host, which no CUDA graph can hold, unless there is
+    only one.
     """
     tables, device = len(weights), weights[0].device
     weights = [each.contiguous() for each in weights]
-    if table is None and tables == 1:  # gradients, for which the host need not wait so
+    if table is None and tables == 1:  # as for gradients; so the host need not wait
         table = torch.full((1,), weights[0].data_ptr(), device=device)
     elif table is None:
         table = torch.tensor([each.data_ptr() for each in weights], device=device)
@@ -237,8 +239,8 @@ def _tile(dim: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def default_programs(weight: Tensor) -> int:
-    """As many as were fastest for lookups; an SM has room for its share, and more. The same on all
-    GPUs of a kind."""
+    """The number of programs that was fastest for lookups; an SM has room for more than its share.
+    It is the same on all GPUs of a kind."""
     if weight.device.type == "cpu":
         return 3
     warps = _tile(weight.shape[1], weight.itemsize)[2]

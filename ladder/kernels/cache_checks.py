@@ -1,4 +1,4 @@
-"""The checks of what kernels that read or write a key-value cache are given."""
+"""Checks of the arguments of kernels that read or write a key-value cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ladder.models.errors import UserError
 
 
 def check_stored(keys: Tensor, values: Tensor, exponents: Pair | None, **others: Tensor) -> None:
-    """Raise UserError unless a cache has the others' dtype, or e4m3 and the exponents of that."""
+    """Raise UserError unless a cache has the others' dtype, or e4m3 with fitting exponents."""
     if exponents is None:
         check_dtype(**others, keys=keys, values=values)
         return

@@ -28,25 +28,26 @@ from ladder.kernels.limits import MAX_ROWS
 ATTRIBUTE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 DRIVERS = -1  # the driver's choice
 # Percent of an H200's 228 KiB: 64 KiB. Where products use shared memory, kernels that need little
-# of it prefer that, too: less cost up to 2 % of a step of 16 sequences, 44 % up to 4 %.
+# of it prefer LEAST, too: steps of 16 sequences took up to 2 % longer with less, and up to 4 %
+# longer with 44.
 LEAST = 28
-# Rows up to which kernels on two streams prefer what they do on one. From 8 sequences on the
-# driver's choice, by which kernels of both streams fit an SM at once, takes 0 to 4 % less of a
-# ladder's steps; of 1 up to 6 % more, of 4 from 4 % less (an 8B at TP 4 and 8) to 4 % more.
+# The most rows for which kernels on two streams prefer the same as on one. With the driver's choice
+# kernels of both streams fit an SM at once. A ladder's steps then take 0 to 4 % less from 8
+# sequences on, up to 6 % more for 1, and for 4 between 4 % less (an 8B at TP 4 and 8) and 4 % more.
 MOST_APART = 7
 
-# What was set for a compiled kernel. The driver keeps it, for what is captured later, too.
+# The percentage set for each compiled kernel. The driver keeps it, for later captures, too.
 _preferred: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def least(rows: int, beside: bool = False, eight_bits: bool = False) -> int:
     """The percentage that every kernel of a decode step of so many rows prefers at least.
 
-    beside: on two streams. eight_bits: weights are stored in so many. There LEAST takes 7 % off a
-    ladder's steps of one sequence in fp8, 1 of two or in int8, and 6 off `parallel`'s of one, to
-    which it adds 8 in bfloat16.
+    beside: on two streams. eight_bits: weights are stored in 8 bits. There LEAST takes 7 % off a
+    ladder's steps of one sequence in fp8, 1 % off those of two or in int8, and 6 % off steps of one
+    of `parallel`; to these it adds 8 % in bfloat16.
     """
-    if rows > MAX_ROWS:  # its products are others, and were not measured
+    if rows > MAX_ROWS:  # its products run by other kernels, which were not measured
         return DRIVERS
     if beside and rows > MOST_APART:
         return DRIVERS
@@ -64,7 +65,7 @@ def needed(shared: int, programs: int, device: torch.device) -> int:
 
 
 def stages_that_fit(stages: int, stage_bytes: int, device: torch.device) -> int:
-    """As many of so many stages as a program has shared memory for; all in the interpreter."""
+    """The stages, of `stages`, for which a program has shared memory; all in the interpreter."""
     if device.type == "cpu":
         return stages
     found = torch.cuda.get_device_properties(device)
@@ -73,8 +74,8 @@ def stages_that_fit(stages: int, stage_bytes: int, device: torch.device) -> int:
 
 @contextlib.contextmanager
 def carveout(at_least: int) -> Iterator[None]:
-    """Within, kernels that are launched prefer what they need, and this percentage at least; or,
-    for DRIVERS, the driver's choice.
+    """Within this context, launched kernels prefer what they need, and this percentage at least;
+    with DRIVERS, the driver's choice.
 
     A kernel that is launched several times prefers the most that one of its launches needs. It is
     set after a launch, so a capture must follow a run of the same kernels. Kernels keep it

@@ -1,6 +1,6 @@
-"""The clock at which a GPU's SMs ran: a GPU that is at its limit of power lowers it as it computes.
+"""The clock rate at which a GPU's SMs ran: a GPU at its power limit lowers it as it computes.
 
-Times of ways of computing the same differ with it, whatever these ways do.
+So two implementations may differ in time only because the clock rate has changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from ladder.comm.primitives import ASSEMBLY
 from ladder.jit import begin, kernel, launch, tl
 
-SMS = 1024  # at least the number of the last one
+SMS = 1024  # above the number of every SM
 PROGRAMS = 16  # for each SM, so that every one has some
 
 
@@ -32,7 +32,7 @@ def _clock_kernel(out, PDL: tl.constexpr):
 
 
 def stamp(out: Tensor, programs: int) -> None:
-    """out: int64 [SMs, (cycles, nanoseconds)]."""
+    """Store the present counts of every SM in out, int64 [SMs, (cycles, nanoseconds)]."""
     launch(_clock_kernel, (programs,), out.device, out, num_warps=1, dependent=False)
 
 
@@ -52,7 +52,7 @@ class Meter:
 
 
 def between(marks: Tensor) -> float:
-    """MHz: the median over the SMs that both marks [2, SMs, (cycles, nanoseconds)] have."""
+    """The median clock rate in MHz of the SMs in both marks, [2, SMs, (cycles, nanoseconds)]."""
     found = marks.cpu().double()
     begun, ended = found[:, found[..., 1].gt(0).all(0)]
     cycles, ns = (ended - begun).unbind(1)

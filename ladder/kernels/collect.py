@@ -69,13 +69,13 @@ def _collect_kernel(
 class Collector:
     """Sums, over `group`, of what products push; every rank must make one, outside a capture.
 
-    elements: the most of a partial. The slots take 2 x world x so many elements of each rank's
+    elements: of the largest partial. The slots take 2 x world x `elements` elements of each rank's
     memory. Every push to `target` must be followed by a call, before the next push.
     """
 
     BLOCK, WARPS = 1024, 4  # one 16-byte access per thread and rank
-    # As many in every call: each counts the calls for itself. They run at once, with a product's
-    # last ones.
+    # The same number in every call: each program counts the calls for itself. They all run at once,
+    # beside a product's last ones.
     PROGRAMS = 128
 
     def __init__(self, elements: int, dtype: torch.dtype, group: Any, device: torch.device) -> None:

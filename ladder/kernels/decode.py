@@ -8,7 +8,7 @@ weight. It can
   slot holds -0.0, which is never sent (see `ladder.kernels.landing`).
 
 Weights are read before the previous kernel has ended (programmatic dependent launch), unless that
-may be what writes them (`fixed`).
+kernel may write them (`fixed`).
 
 Source: fused computation-collective operations (GEMV + all-reduce), and T3, on NVLink.
 """
@@ -82,10 +82,10 @@ def _project_kernel(
     """BLOCK: the columns that share a scale; 0: a scale for each row, or none.
 
     EARLY: steps of `_tile` whose weights are brought into L2 before the wait; a power of two, or 0.
-    AHEAD: a tile reads what its end needs beside the sums before the wait.
-    ROWS, PARTS, SWAP: see `_tile`. ALIGN: rows of the weight, and `up` from `weight` on, begin at
-    multiples of so many elements. FIXED: weights are read before the wait. WP: WORLD, rounded up to
-    a power of two.
+    AHEAD: before the wait, a tile reads what its end needs beside the sums. ROWS, PARTS, SWAP: see
+    `_tile`. ALIGN: rows of the weight begin at multiples of so many elements, and so does `up`,
+    counted from `weight`. FIXED: weights are read before the wait. WP: WORLD, rounded up to a power
+    of two.
     """
     if PDL:
         gdc_launch_dependents()
@@ -121,12 +121,12 @@ def project(
     The sum is in float32 (but see `pieces`) and rounded once.
 
     up: the result is silu(x weight^T) * (x up^T). squares: x is a residual before its norm (of
-    weight 1), and these are the sums of squares from its landing. pieces: those of x, by which a
-    weight in e4m3 with a scale for each row is multiplied where `decode_shapes.by_pieces`. add:
-    [M, N], added with `factor` to the pushed result (without `push`, to the returned one). push:
-    the slots on every rank to which the result is written. keep: also return the result, without
-    `add`. scales: the weights are stored in 8 bits (ladder.models.quantised); they are read so,
-    converted in registers but for `pieces`, and the sum of a row, or of a block's columns, is
+    weight 1), and these are the sums of squares from its landing. pieces: those of x, which
+    multiply a weight in e4m3 with a scale for each row if `decode_shapes.by_pieces`. add: [M, N],
+    added with `factor` to the pushed result (without `push`, to the returned one). push: the slots
+    on every rank to which the result is written. keep: also return the result, without `add`.
+    scales: of weights that are stored in 8 bits (ladder.models.quantised). They are read as stored,
+    and converted in registers, except with `pieces`; the sum of a row, or of a block's columns, is
     multiplied by its scale. fixed: no kernel that may still run when this is launched writes the
     weights, their scales or the target's addresses, so they are read before the previous one has
     ended. beside: other kernels are meant to run at the same time. out: memory for the result.

@@ -7,20 +7,21 @@ from typing import NamedTuple
 from ladder.costs import MULTIPROCESSORS
 from ladder.kernels.limits import MAX_ROWS
 
-# More rows are multiplied on tensor cores; of two, some (`SHAPES_BESIDE`); of weights in 8 bits:
-# see `_by_vectors`.
+# More rows are multiplied on tensor cores, and so are two rows of some products (`SHAPES_BESIDE`).
+# For weights in 8 bits see `_by_vectors`.
 MAX_VECTOR_ROWS = 2
-# Steps of a product on tensor cores whose weights are brought into L2 before its wait: 1 to 4 % of
-# a layer at 4, 16 and 64 rows (benchmarks/results/README.md), when steps of 4 and 16 were shorter.
+# Steps of a product on tensor cores whose weights are brought into L2 before its wait. This saved 1
+# to 4 % of a layer at 4, 16 and 64 rows (benchmarks/results/README.md), with shorter steps for 4
+# and 16.
 EARLY = 2
-# Rows, padded, up to which a tile reads before its loop what its end needs: else every product ends
-# a read later. Steps of 24 and 32 sequences in fp8 take 3 and 2 % less so; those of 64 took 1 %
-# longer, for want of registers.
+# The most rows, padded, for which a tile reads before its loop what its end needs: else every
+# product ends a read later. Steps of 24 and 32 sequences in fp8 take 3 and 2 % less time with it;
+# steps of 64 took 1 % longer, for want of registers.
 MOST_AHEAD = 32
-# Of 33 to 64 rows beside other kernels, products of so many outputs have tiles of 64 of them
-# (`_wide`). Alone they need all SMs; others were not measured.
+# For 33 to 64 rows beside other kernels, products with so many outputs have tiles of 64 outputs
+# (`_wide`). Alone they need all SMs; other sizes were not measured.
 MIDDLE = range(4096, 32 * MULTIPROCESSORS + 1)
-FEW = 2048  # outputs below these need cuts of their own to use the whole memory bandwidth
+FEW = 2048  # products of fewer outputs need cuts of their own to use the whole memory bandwidth
 # Outputs of a product with 64 rows of its weight for each SM, such as a head's.
 MANY = 64 * MULTIPROCESSORS
 SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes for each program
@@ -38,9 +39,9 @@ class Cut(NamedTuple):
     swapped: bool = False  # the weight is the product's first operand
 
 
-# One and two rows of these products in 16 bits, by rows, outputs, inputs and whether gated: an 8B's
-# at TP 2, 4 and 8, a 70B's at TP 4, a 3B's at TP 2 and a 2B class's at TP 4. They are the fastest
-# in steps, or within 0.3 % of it, since they fit what runs beside, and follow no rule.
+# Cuts of products of one and two rows in 16 bits, by (rows, outputs, inputs, gated): those of an 8B
+# at TP 2, 4 and 8, a 70B at TP 4, a 3B at TP 2 and a 2B class at TP 4. In whole steps they are the
+# fastest, or within 0.3 % of it. That depends on what runs beside them, so they follow no rule.
 SHAPES_ALONE = {
     (1, 3072, 1536, False): Cut(1, 4, 1024, 4, 0),
     (1, 4096, 1024, False): Cut(1, 4, 1024, 2, 0),
@@ -66,19 +67,19 @@ SHAPES_BESIDE = {
 
 
 def power_of_2(rows: int) -> int:
-    """The least one that is not below `rows`; without Triton, which predictions do not need."""
+    """The least power of two that is not below `rows`; without Triton, as predictions run."""
     return 1 << (rows - 1).bit_length()
 
 
 def by_pieces(rows: int) -> bool:
-    """Whether a product of so many rows with a weight in e4m3 takes its input in pieces. A step of
-    one sequence took 6 % longer."""
+    """Whether a product of so many rows with a weight in e4m3 takes its input in pieces. With
+    pieces, a step of one sequence took 6 % longer."""
     return rows > 1
 
 
 def by_halves(rows: int) -> bool:
-    """Whether products of so many rows with a weight in e4m3 take in float16 what comes in no
-    pieces: attention's output and SwiGLU's (`ladder.infer.halves`). One row was not measured."""
+    """Whether products of so many rows with a weight in e4m3 take inputs without pieces in float16:
+    the outputs of attention and SwiGLU (`ladder.infer.halves`). One row was not measured."""
     return 1 < rows <= MAX_ROWS
 
 
@@ -86,8 +87,10 @@ def blocks(
     rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool = False,
     pieces: bool = False, half: bool = False, beside: bool = False,
 ) -> Cut:  # fmt: skip
-    """itemsize: bytes of an element of x. eight_bits: the weight is stored in so many. pieces: x is
-    there in pieces, too (`ladder.kernels.pieces`). half: x is in float16, and the weight in e4m3
+    """The cut of a product of x [rows, size] and a weight [outputs, size], or two if `gated`.
+
+    itemsize: bytes of an element of x. eight_bits: the weight is stored in 8 bits. pieces: x is
+    also given in pieces (`ladder.kernels.pieces`). half: x is in float16, and the weight in e4m3
     with a scale for each row. beside: other kernels run at the same time.
 
     Chosen by measurements of chains and whole steps on an H200 (benchmarks/results/README.md).
@@ -122,7 +125,7 @@ def blocks(
         found = Cut(padded, 32, 128, 4, 4)
     elif padded == 16:
         found = Cut(padded, 16, 512, 4, 6, 4) if few else Cut(padded, 32, 512, 4, 4)
-        # Half of the last step may be padding; of float32 longer steps in parts spill registers.
+        # Half of the last step may be padding; with float32, longer steps in parts spill registers.
         if size % 512 or itemsize == 4:
             found = found._replace(step=256, stages=8 if few else 6)
     elif padded == 32:
@@ -140,8 +143,8 @@ def blocks(
 
 def _wide(padded: int, outputs: int, size: int, half: bool) -> Cut | None:
     """Tiles of 64 outputs, whose programs read the input half as often: beside other kernels they
-    need not fill the GPU. With gate's and up's fewer stages -1 to 8 % less of a ladder's steps of 3
-    to 32 sequences, in fp8 4 to 13; 5 of 64."""
+    need not fill the GPU. Together with fewer stages for gate and up, a ladder's steps of 3 to 32
+    sequences took -1 to 8 % less time, in fp8 4 to 13 % less, and steps of 64 took 5 % less."""
     short = size <= 1024
     if padded == 64:
         return Cut(64, 64, 128, 4, 5 if short else 6, swapped=True) if outputs in MIDDLE else None
@@ -151,18 +154,19 @@ def _wide(padded: int, outputs: int, size: int, half: bool) -> Cut | None:
 
 
 def _by_vectors(rows: int, few: bool, gated: bool, short: bool, narrow: bool) -> bool:
-    """Whether a product needs no tensor cores, but for those of SHAPES_BESIDE."""
+    """Whether a product runs without tensor cores, apart from those of SHAPES_BESIDE."""
     if not narrow or rows == 1:
         return rows <= MAX_VECTOR_ROWS
-    # Weights in 8 bits wait for conversions: for tensor cores to float16, two by one instruction,
-    # for vectors to float32, two by three. So of two rows, too, tensor cores multiply most.
+    # Weights in 8 bits wait for conversions. For tensor cores one instruction converts two elements
+    # to float16; for vectors three convert two to float32. So most products of two rows, too, are
+    # faster on tensor cores.
     if rows == 2:
         return few or (short and not gated)
     return rows <= 4 and few and not (short or gated)  # QKV of int8
 
 
 def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool, many: bool) -> Cut:
-    """They wait for instructions, and not for bytes; in parts, a warp has fewer."""
+    """Tiles of 8-bit weights wait for instructions, not for bytes; in parts, a warp has fewer."""
     if many:
         if padded == 16:
             return Cut(padded, 32, 256, 4, 4)
@@ -179,15 +183,15 @@ def _tiles_of_8_bits(padded: int, few: bool, short: bool, gated: bool, many: boo
 
 
 def _tiles_of_halves(padded: int, outputs: int, size: int) -> Cut:
-    """An instruction converts two elements of the weight, so that few wait for conversions."""
+    """One instruction converts two elements of the weight, so few tiles wait for conversions."""
     if padded == 16 and size > 1024 and outputs <= 32 * MULTIPROCESSORS:
         return Cut(padded, 32, 512, 4, 6, 4)
     return Cut(padded, 32, 256, 4, 4 if size <= 2048 else 6)
 
 
 def _tiles_of_pieces(padded: int, outputs: int, gated: bool) -> Cut:
-    """Tensor cores multiply 64 rows of the weight at least, of which parts make up. Chosen by steps
-    of 8 layers on an H100."""
+    """Tensor cores multiply at least 64 rows of the weight; tiles of fewer rows fill these by
+    parts. Chosen by steps of 8 layers on an H100."""
     if gated and padded == 64:
         return Cut(padded, 32, 128, 4, 8)
     if gated:  # two programs on an SM, or more stages
@@ -202,8 +206,8 @@ def _tiles_of_pieces(padded: int, outputs: int, gated: bool) -> Cut:
 def _vectors(
     rows: int, outputs: int, size: int, gated: bool, eight_bits: bool, beside: bool
 ) -> Cut:
-    """Programs whose threads multiply and add. How many loads are in flight follows from how many
-    of the later steps' the compiler moves ahead, so the fastest cut follows no rule of sizes."""
+    """Programs whose threads multiply and add. How many loads are in flight depends on how many
+    loads of later steps the compiler moves ahead, so the fastest cut follows no rule of sizes."""
     if eight_bits:
         return _vectors_of_8_bits(power_of_2(rows), outputs, size, gated, beside)
     return (_one_row if rows == 1 else _two_rows)(outputs, size, gated)
@@ -248,7 +252,7 @@ def _one_row(outputs: int, size: int, gated: bool) -> Cut:
         return Cut(1, 4, 512, 2, 0)
     if size <= 1024:
         return Cut(1, 4, 1024, 4, 0)
-    # Few outputs: more programs. Of 3072 columns, a step of 4096 would be a quarter padding.
+    # Few outputs: more programs. With 3072 columns, a step of 4096 would be a quarter padding.
     if size <= 2048 or (size <= 3072 and outputs >= FEW):
         return Cut(1, 2 if outputs < 4096 else 4, 1024, 4, 0)
     if size > 3072 and size % 4096:  # some of the last step of 4096 would be padding
@@ -263,11 +267,12 @@ def _one_row(outputs: int, size: int, gated: bool) -> Cut:
 
 
 def rows_each(outputs: int, block: int, gated: bool) -> int:
-    """The rows of the weight that each program of a product of tiles has, of a tile of `block`.
+    """The rows of the weight that each program of a product has, in a tile of `block` rows.
 
-    Of a gated one as few as still need no more programs on the fullest SM, so that all SMs have
-    about as much: 3584 rows are 128 programs of 28 and not 112 of 32. A multiple of 4, for stores
-    of 8 bytes. Other products gained nothing: they have all.
+    In a gated product they are as few as possible without more programs on the fullest SM, so that
+    all SMs have about as much work: 3584 rows are 128 programs of 28, not 112 of 32. The number is
+    a multiple of 4, for stores of 8 bytes. Other products gained nothing by this, and have all rows
+    of a tile.
     """
     if not gated:
         return block
@@ -276,6 +281,6 @@ def rows_each(outputs: int, block: int, gated: bool) -> int:
 
 
 def fitting(stages: int, stage_bytes: int, shared_bytes: int) -> int:
-    """The number of stages, at most `stages`, for which a GPU has shared memory: `shared_bytes` of
-    a multiprocessor."""
+    """The number of stages, at most `stages`, that fit in an SM's shared memory, of
+    `shared_bytes`."""
     return max(2, min(stages, (shared_bytes - SYSTEM_SHARED) // stage_bytes))

@@ -3,8 +3,8 @@
 `linear` multiplies by a weight that `ladder.models.quantised` made. It converts pieces of it to the
 activations' type, so that little more than the stored weight is in memory; or it rounds the rows of
 its input to e4m3 and multiplies in e4m3 (`torch._scaled_mm`). Hopper's tensor cores keep 14 bits of
-a sum of such products, cut and not rounded; every so many columns cuBLAS promotes it: adds it to a
-sum in float32 (arXiv 2412.19437, 3.3.2).
+a sum of such products, cut and not rounded; after every so many columns cuBLAS promotes it, that is
+adds it to a sum in float32 (arXiv 2412.19437, 3.3.2).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ladder.models.eight_bits import BLOCK
 from ladder.models.storage import dequantise, rounded
 
 PRODUCT_CAPABILITY = (9, 0)  # of GPUs whose products in e4m3 have a scale for each row
-MULTIPLE = 16  # which both sizes of a weight must be for them
+MULTIPLE = 16  # both sizes of a weight must be multiples for them
 WARPS = 8
 
 
 @jit
 @no_type_check
 def power(exponent):
-    """2^(exponent - 127), of 1 to 254."""
+    """2^(exponent - 127), for exponents from 1 to 254."""
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
@@ -45,11 +45,12 @@ def fitting_exponent(largest, LEAST: tl.constexpr):
 @jit
 @no_type_check
 def to_e4m3(x):
-    """x in float32, rounded to the nearest of e4m3's values, ties to even, with its sign, also of
-    zeros; NaN beyond them. Bit for bit torch's conversion of finite numbers of up to 448.
+    """Round x, float32, to the nearest of e4m3's values, ties to even. Signs are kept, also those
+    of zeros; beyond the largest value the result is NaN. Up to 448 it is torch's conversion, bit
+    for bit.
 
-    Conversions differ in ties, in small values and beyond the largest: what is converted here is a
-    value of e4m3 already.
+    Conversions differ in ties, in small values and beyond the largest. So x is rounded first, and
+    only a value of e4m3 is converted.
     """
     bits = x.to(tl.int32, bitcast=True)
     step = power(tl.maximum((bits >> 23) & 0xFF, 121) - 3)  # between e4m3's neighbours of x

@@ -1,4 +1,4 @@
-"""A persistent matrix product that can wait for its rows, count its tiles, and add the peers' ones.
+"""A persistent matrix product that can wait for rows, count its tiles, and add the peers' tiles.
 
 As many programs as the GPU runs at once take tile after tile, in an order that the host gives.
 Three things can be added, each compiled in only where it is used:
@@ -8,13 +8,13 @@ Three things can be added, each compiled in only where it is used:
 - *Tracking* (`Track`): a tile goes to the place that a table names, in own memory or a peer's, and
   then counts itself (a release in the scope of the system), so that a copy engine can wait until a
   block of tiles is full. The tables are those of `ladder.ops.track`.
-- *Adding* (`Addition`): the tiles of one shard, the last in the order, wait for what the peers have
-  computed of them, and are stored as the sum over the ranks.
+- *Adding* (`Addition`): the tiles of one shard, the last in the order, wait for the peers' partials
+  of these tiles, and are stored as the sum over the ranks.
 
 A rank's rows are `shards` pieces of equal length, and a tile has rows of one piece only, whatever
 the length: what lies beyond a piece, or beyond the columns, is computed but not written.
 
-Operands are read by TMA where that can be (compute capability 9, rows at multiples of 16 bytes),
+Operands are read by TMA where possible (compute capability 9, rows at multiples of 16 bytes),
 otherwise by plain loads. Products are accumulated in float32 and rounded once.
 """
 
@@ -40,7 +40,7 @@ class Tiling:
     """The shape of a tile, rows x columns, in steps of `depth` columns of the first operand.
 
     stages: steps in flight. halves: the tile is rounded and written in two halves of its columns,
-    which takes fewer registers. group_m: see GROUP; the order of tiles has it, no kernel.
+    which takes fewer registers. group_m: see GROUP; for the order of tiles alone.
     """
 
     rows: int = 128
@@ -69,8 +69,8 @@ class Track:
     """Where tiles go, and what they count: tables of a Program of `ladder.ops.track`.
 
     target, counter, chunk: int32 [tiles]. owner: int32 [chunks], the rank that gets a chunk.
-    bases: int64 [ranks], the addresses of each rank's slots, a matrix of all slots' rows; counters:
-    of its counters, int32.
+    bases: int64 [ranks], the address of each rank's slots, one matrix of all slots' rows. counters:
+    int64 [ranks], the address of each rank's counters, which are int32.
     """
 
     target: Tensor
@@ -85,9 +85,9 @@ class Track:
 class Addition:
     """A shard of the product that is summed over the ranks, as the others' partials arrive.
 
-    out: [rows of a shard, N], where the sum goes. slots: [ranks, rows, N] of this rank, its own
-    not read; the rows of each are dense. arrivals: of the slots. rank: this one, and its shard.
-    average: the sum is divided by the ranks.
+    out: [rows of a shard, N], where the sum goes. slots: this rank's, [ranks, rows, N]; its own
+    part is not read, and each part is dense. arrivals: of the slots. rank: this rank, and the index
+    of its shard. average: the sum is divided by the ranks.
     """
 
     out: Tensor
@@ -109,8 +109,8 @@ def _put(
 ):  # fmt: skip
     """Store a part of a tile at (row, column); an `own` one as the sum with the others' partials.
 
-    addend: a matrix, of which row `line` on is added to the part. The sum is in the order of the
-    ranks, of what each has rounded, as that of `ladder.kernels.slots.sum_slots`.
+    addend: a matrix whose rows from `line` on are added to the part. The sum is in the order of the
+    ranks, of rounded partials, as that of `ladder.kernels.slots.sum_slots`.
     """
     kind: tl.constexpr = matrix.dtype.element_ty
     if ADDEND or ADDS:
@@ -258,9 +258,9 @@ def gemm(
     order: int32 on a's device, the tiles in the order in which they are computed, all or some; tile
     i is in row i // columns of tiles, where each of the `shards` equal pieces of the rows has rows
     of tiles of its own (`tiles_of`). out: a contiguous [M, N] for the result. arrivals, track,
-    addition: see there; with `track`, tiles that go to slots are not in the result, nor are those
-    of the shard that is summed with `addition`. addend: contiguous [M, N], added to the product
-    before it is rounded. Not differentiable.
+    addition: see their classes; with `track`, tiles that go to slots are not in the result, nor are
+    those of the shard that is summed with `addition`. addend: contiguous [M, N], added to the
+    product before it is rounded. Not differentiable.
     """
     tiling = tiling or Tiling()
     (m, size), n = a.shape, b.shape[1]

@@ -4,7 +4,7 @@ A persistent product as `ladder.kernels.gemm`, whose tiles are those of the expe
 rows an expert has is known on the device only: every program finds its tiles from the offsets. A
 tile's rows go where `ladder.kernels.rows.place` says, which runs before; `receive_rows` follows.
 
-Operands are read by TMA where that can be; products are accumulated in float32 and rounded once.
+Operands are read by TMA where possible; products are accumulated in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _grouped_push_kernel(
     HALVES: tl.constexpr, TMA: tl.constexpr, TURNED: tl.constexpr, KIND: tl.constexpr,
     ALIGN: tl.constexpr, WORLD: tl.constexpr, SPIN_LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """b_rows: of b as a matrix, of one expert: K, or N if TURNED ([experts, N, K] in memory)."""
+    """b_rows: one expert's rows in b as a matrix: K, or N if TURNED ([experts, N, K] in memory)."""
     begin(PDL)
     kind: tl.constexpr = out.dtype.element_ty
     await_open(peer(words, rank, tl.int32), rank, WORLD, SPIN_LIMIT)

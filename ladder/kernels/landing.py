@@ -1,4 +1,4 @@
-"""Landings of a decode step (wait, sum, add to the residual), and sends of what no product pushed.
+"""Landings of a decode step (wait, sum, add to the residual), and sends of unpushed partials.
 
 A landing waits for the slots that every rank writes, sums them in float32 in rank order, adds the
 residual, rounds once, stores the sums of squares (and the pieces, see `ladder.kernels.pieces`), and
@@ -45,8 +45,8 @@ from ladder.kernels.pieces import (
     split_reference,
 )
 
-# Words of 2 bytes that a thread of a landing has of all ranks and sums at once, without spills; of
-# MANY_WARPS, which leave it half of the registers, or if it takes a row in turns, the second.
+# The most words of 2 bytes, of all ranks and sums, that a thread of a landing holds at once without
+# spills. AT_ONCE is for MANY_WARPS, which leave a thread half the registers, and for rows in turns.
 WHOLE, AT_ONCE, MANY_WARPS = 128, 64, 16
 
 
@@ -65,8 +65,8 @@ class PushTarget:
 
 @dataclass
 class SendJob:
-    """The sending of a finished partial [M, D] to every rank's slots, where no product can push it:
-    a decode step whose rank keeps its own part of a sum of several products, and cuBLAS's."""
+    """The sending of a finished partial [M, D] to every rank's slots. No product can push it if
+    cuBLAS computes it, or if a rank keeps its own part of a sum of several products."""
 
     partial: Tensor
     push: PushTarget
@@ -77,9 +77,10 @@ class LandingJob:
     """One landing: out = residual (0 if `replaces`) + sums over ranks + own partials.
 
     residual, out: [M, D], different tensors, since other kernels may still read the residual.
-    squares: [M, ceil(D / CHUNK)] float32, sums of the squares of `out`; [M, 1] with `pieces`, those
-    of `out`, whose factor follows from a whole row, which one program then has. sums: slots [world,
-    M, D] of this rank, which are cleared after they have been read. owns: (tensor [M, D], factor).
+    squares: [M, ceil(D / CHUNK)] float32, sums of the squares of `out`. pieces: of `out`; squares
+    are then [M, 1], since a row's factor needs the whole row, and so one program lands it. sums:
+    slots [world, M, D] of this rank, which are cleared after they have been read. owns: (tensor [M,
+    D], factor).
     """
 
     residual: Tensor
@@ -118,7 +119,7 @@ def _land_chunk(
     WORLD: tl.constexpr, SUMS: tl.constexpr, OWNS: tl.constexpr, REPLACES: tl.constexpr,
     CHUNK: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Land CHUNK elements of a row, from `first` on: what is stored of them, in float32."""
+    """Land CHUNK elements of a row, from `first` on; returns the stored values, in float32."""
     i = first + tl.arange(0, CHUNK)
     inside = i < D
     at = row.to(tl.int64) * D + i
@@ -137,7 +138,7 @@ def _land_chunk(
         total += tl.load(own1 + at, mask=inside, other=0).to(tl.float32) * factor1
     rounded = total.to(kind)
     tl.store(out + at, rounded, mask=inside)
-    for k in tl.static_range(SUMS):  # here fewer registers are taken
+    for k in tl.static_range(SUMS):  # here this takes fewer registers
         clear(slots[k], M * D, 0, inside, -1, WORLD, EMPTY)
     return rounded.to(tl.float32)
 
@@ -147,7 +148,7 @@ def _land_chunk(
 def _targets(
     buffers, PUSH: tl.constexpr, WORLD: tl.constexpr, WP: tl.constexpr, BITS: tl.constexpr
 ):
-    """Every rank's slots, for `_finish`; nothing unless PUSH. WP: as there."""
+    """Every rank's slots, for `_finish`; nothing unless PUSH. WP: see there."""
     found = ()
     if PUSH & (WP > 0):
         found = peers_across(buffers, WORLD, WP, BITS)
@@ -165,8 +166,8 @@ def _finish(
 ):  # fmt: skip
     """Store rows m and columns n of a product, add `add`, and push the sum to `_targets`.
 
-    WP: 0, or WORLD rounded up to a power of two: threads have y along a third dimension, and push
-    to a rank each.
+    WP: 0, or WORLD rounded up to a power of two: threads have y along a third dimension, and each
+    pushes to one rank.
     """
     if STORE:
         tl.store(out + m * N + n, y.to(KIND), mask=inside)
@@ -210,8 +211,8 @@ def _land_kernel(
     OWNS: tl.constexpr, REPLACES: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
     EMPTY: tl.constexpr, SPIN_LIMIT: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: CHUNK elements of a row. SPLITS: all of them, CHUNK at a time, and then their
-    pieces."""
+    """One program: CHUNK elements of a row. SPLITS: all elements of a row, CHUNK at a time, and
+    then their pieces."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -254,12 +255,12 @@ def _chunk(job: LandingJob, world: int, warps: int) -> int:
     row = triton.next_power_of_2(job.out.shape[1])
     if row <= _most(job, world, warps, WHOLE if warps < MANY_WARPS else AT_ONCE):
         return max(CHUNK, row)
-    # In turns, for which a row is read again.
+    # In turns, after which the row is read again.
     return max(CHUNK, _most(job, world, warps, AT_ONCE))
 
 
 def _most(job: LandingJob, world: int, warps: int, words: int) -> int:
-    """The most elements, a power of two, of which each thread has no more than so many words."""
+    """The most elements, a power of two, of which each thread has no more than `words` words."""
     each = max(1, world * len(job.sums)) * (job.out.element_size() // 2)
     return 1 << max(0, (32 * warps * words // each).bit_length() - 1)
 
@@ -312,5 +313,5 @@ def new_landing(residual: Tensor, **fields: object) -> LandingJob:
 
 
 def with_pieces(job: LandingJob) -> LandingJob:
-    """The same landing, which makes the pieces of its result, too."""
+    """The same landing, which also makes the pieces of its result."""
     return replace(job, squares=job.squares.new_empty(len(job.out), 1), pieces=new_pieces(job.out))

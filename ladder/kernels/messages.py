@@ -1,8 +1,8 @@
 """Rows of activations as messages in 8 bits, for all-reduces (`ladder.parallel.eight_bits`).
 
-A message is uint8 [M, bytes]: of each row its D elements, e4m3 or int8, then its scale in float32.
-Both begin at multiples of 16 bytes, so that kernels move 16 at once. What fills up has any value.
-A row with an element that is not finite becomes NaN: its scale is.
+A message is uint8 [M, bytes]: for each row its D elements, e4m3 or int8, then its scale in float32.
+Both begin at multiples of 16 bytes, so that kernels move 16 at once; padding has any value. A row
+with an element that is not finite becomes NaN, by its scale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ladder.models.storage import QUANTISED, rounded
 
 
 def scale_at(size: int) -> int:
-    """Where in a message's row its scale begins, of rows of `size` elements."""
+    """The byte in a message's row at which its scale begins, for rows of `size` elements."""
     return message_bytes(size) - UNIT
 
 
@@ -77,7 +77,7 @@ def sum_messages_reference(own: Tensor, parts: Tensor, rank: int, kind: str) -> 
 @no_type_check
 def _store_row(value, message, scales, row, i, inside, AT: tl.constexpr, STRIDE: tl.constexpr,
                INT8: tl.constexpr):  # fmt: skip
-    """A row in float32 into a message, as `ladder.models.storage.rounded` rounds it."""
+    """Store a row, float32, in a message, rounded as by `ladder.models.storage.rounded`."""
     # As integers, the magnitudes of floats are in order, and NaN is above infinity.
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(tl.where(inside, bits, 0), 0)
@@ -86,7 +86,7 @@ def _store_row(value, message, scales, row, i, inside, AT: tl.constexpr, STRIDE:
         scale = tl.maximum(tl.div_rn(top, 127.0), 1.1754943508222875e-38)  # 2^-126
         scale = tl.where(largest == 0, 1.0, scale)
         ratio = tl.div_rn(value, tl.zeros_like(value) + scale)
-        # Rounded to the nearest, ties to even: of the sum, float32 keeps whole numbers.
+        # Rounded to the nearest, ties to even: in float32 so large a sum has no fraction.
         whole = (ratio + 12582912.0) - 12582912.0  # 1.5 x 2^23
         small = tl.minimum(tl.maximum(whole, -127.0), 127.0).to(tl.int8)
     else:

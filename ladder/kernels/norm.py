@@ -47,8 +47,8 @@ def _norm_kernel(
     rows, each, COUNT: tl.constexpr, SHARED: tl.constexpr, RANKS: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SHARED: a bit for each addend of `rows` rows, which the residual's rows take in turns. RANKS:
-    `each` rows one after the other have a weight of their own."""
+    """SHARED: bit n is set if addend n has only `rows` rows, which the residual's rows take in
+    turns. RANKS: every `each` consecutive rows have a weight of their own."""
     begin(PDL)
     # The whole row stays in registers: it is read once, so `landed` may be `residual` itself.
     i = tl.arange(0, BLOCK)
@@ -81,7 +81,7 @@ def _norm_kernel(
 
 
 def _check(residual: Tensor, addends: Addends, weight: Tensor, out: Pair | None) -> int:
-    """The rows of addends that have fewer than the residual; 0 if none has."""
+    """Check all arguments; returns the rows of addends that have fewer than the residual, or 0."""
     if residual.dim() != 2 or not 1 <= residual.shape[1] <= MAX_SIZE:
         raise UserError(
             f"residual has shape {tuple(residual.shape)}; expected [M, D] with D up to {MAX_SIZE}"

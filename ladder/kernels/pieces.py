@@ -1,11 +1,11 @@
 """The input of a product with a weight in e4m3 as two values of e4m3 for each element.
 
-An element in bfloat16 has 8 bits: two values of e4m3, of 4 bits each, are its *pieces*. The landing
-that makes a residual stores those, too, so that tensor cores multiply the weight as it is stored,
-straight from shared memory, by both pieces, and no thread converts it (`ladder.kernels.tiles`).
-What is lost: bits of elements below 2^-13 of the row's largest, by 2^-21 of it at most; and what
-tensor cores cut from the sum of a step's columns (`ladder.kernels.eight_bits`). Both are less than
-what rounding to bfloat16 loses.
+An element in bfloat16 has 8 significant bits: two values of e4m3, of 4 each, are its *pieces*. The
+landing that makes a residual stores those, too, so that tensor cores multiply the weight as it is
+stored, straight from shared memory, by both pieces, and no thread converts it
+(`ladder.kernels.tiles`). Two things are lost: bits of elements below 2^-13 of the row's largest, at
+most 2^-21 of it; and what tensor cores cut from the sum of a step's columns
+(`ladder.kernels.eight_bits`). Both are less than what rounding to bfloat16 loses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ladder.comm.primitives import ASSEMBLY
 from ladder.jit import jit, tl
 from ladder.kernels.eight_bits import power, to_e4m3
 
-LOW = 16.0  # the second piece is so many times the element's rest
+LOW = 16.0  # factor on the rest of an element, which is its second piece
 _LOW = LOW if tl is None else tl.constexpr(LOW)
 
 
@@ -54,8 +54,8 @@ def split_reference(x: Tensor, into: Pieces) -> None:
 @jit
 @no_type_check
 def _rounded(x):
-    """x in float32 to the nearest of e4m3's values; an instruction for two, but in the interpreter,
-    whose own conversion is another."""
+    """Round x, float32, to the nearest of e4m3's values. One instruction does it for two elements;
+    the interpreter's own conversion differs, so it takes `to_e4m3`."""
     if ASSEMBLY:
         return x.to(tl.float8e4nv)
     return to_e4m3(x)
@@ -64,14 +64,14 @@ def _rounded(x):
 @jit
 @no_type_check
 def largest(x):
-    """The largest magnitude of x, float32, as an integer, of which NaN is the largest."""
+    """The largest magnitude of x, float32, as an integer; NaN is larger than all others."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
 
 
 @jit
 @no_type_check
 def row_factor(top, factor):
-    """Store a row's factor for its `largest`; what its elements are multiplied by for `split`."""
+    """Store a row's factor, by its `largest`; returns the factor on its elements for `split`."""
     exponent = tl.maximum(top >> 23, 8)
     tl.store(factor, tl.where(exponent == 255, float("nan"), power(exponent - 7)))
     return power(261 - exponent)

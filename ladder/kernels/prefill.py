@@ -319,8 +319,8 @@ def rotary_prompt(
 
     Returns queries [B, num_heads, S, head_dim], a view of dense [B, S, num_heads, head_dim], and
     the first S positions of keys and values, which torch's attention takes without another copy;
-    of a cache in e4m3 keys and values before they are rounded, views of other memory.
-    The rotation is in float32 and rounded once; values are copied bit for bit. Not differentiable.
+    for a cache in e4m3, keys and values before they are rounded, views of other memory. The
+    rotation is in float32 and rounded once; values are copied bit for bit. Not differentiable.
     """
     heads, head_dim = num_heads + 2 * num_kv_heads, keys.shape[-1]
     if packed.dim() != 3 or packed.shape[2] != heads * head_dim or head_dim % 2:
@@ -354,7 +354,7 @@ def rotary_prompt(
             packed, table, keys, values, num_heads, num_kv_heads, gains, eps, exponents
         )
     q_gain, k_gain = gains or (packed, packed)
-    # Keys in e4m3 are not those that a prompt attends to.
+    # A prompt attends to its keys before they are rounded to e4m3, so these are returned, too.
     given = num_heads + (0 if exponents is None else num_kv_heads)
     out = torch.empty(batch, length, given, head_dim, dtype=packed.dtype, device=packed.device)
     block = triton.next_power_of_2(head_dim // 2)

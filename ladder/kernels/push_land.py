@@ -1,4 +1,4 @@
-"""Landings whose partials one kernel pushes, waits for, sums, adds and norms: nothing goes between.
+"""Landings in one kernel, which pushes partials, waits, sums them, adds the residual and norms.
 
 Each program takes rows. It stores a row's elements straight into slots of the ranks that land it,
 and some rows later polls its own slots for what they have sent of a row, adds all in the order of
@@ -90,7 +90,7 @@ class PushedLanding:
     """Landings over `group`; every rank must make one, outside a capture.
 
     elements: the most that a rank lands. Calls of all sizes share the slots, which take 2 x world x
-    so many elements of each rank's memory: all ranks must make the same calls in the same order,
+    `elements` elements of each rank's memory: all ranks must make the same calls in the same order,
     and calls must not overlap (one stream).
     """
 

@@ -2,7 +2,7 @@
 
 Kernels that follow one another on a stream; `ladder.ops.mailbox` has their protocol, and why no
 memory is written too early. Words: int32 [2 (open, sent), T, 2] of each rank; the second of a pair
-is a number that comes with `open`, of rows.
+is a number of rows that comes with `open`.
 
 - `place`: where each row goes, and *open*: each peer learns how many of this rank's rows it owns.
 - `push_rows`, `push_pieces` (and `ladder.kernels.grouped`): wait for open, store, and *send*: the
@@ -26,7 +26,7 @@ from ladder.jit import begin, jit, kernel, launch, tl, triton
 
 WORDS = 4  # int32 words for each rank: (open, count), (sent, unused)
 CHUNK, SCAN, PLACE_WARPS = 1024, 2048, 16  # rows of a program of `place`; rows it counts at once
-TILE, WIDEST, WARPS = 2048, 512, 4  # elements of a tile; of them in a row
+TILE, WIDEST, WARPS = 2048, 512, 4  # elements of a tile; the most in a row
 PROGRAMS = 1024  # of a kernel that moves rows, at most
 
 
@@ -125,8 +125,8 @@ def hand_over(
 ):
     """The end of a program that has stored rows at peers; the last of all tells the peers.
 
-    COUNTS: it also keeps how many rows each rank has for this one, int64, and how many do not fit:
-    a peer may write the number for the next call as soon as it has seen `sent`.
+    COUNTS: the last one also stores how many rows each rank has for this one, int64, and how many
+    do not fit: a peer may overwrite its number for the next call as soon as it has seen `sent`.
     """
     # In the scope of the system, so that each program's own release covers its stores to peers.
     if arrive(counter, tl.num_programs(0), "sys"):
@@ -283,7 +283,7 @@ def _push_pieces_kernel(
 def push_pieces(
     rows: Tensor, slots: SymmetricTensor, words: SymmetricTensor, counter: Tensor
 ) -> None:
-    """Store piece q of rows [T, capacity, size] at rank q: as many of it as q has asked for."""
+    """Store piece q of rows [T, capacity, size] at rank q: as many rows as q has asked for."""
     tile = _tile(rows)
     launch(
         _push_pieces_kernel, _programs(rows.shape[1], tile, rows.device), rows.device,

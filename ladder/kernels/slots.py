@@ -35,7 +35,7 @@ class SlotArrivals:
 
     flags: int32 words of this rank's memory. table: int32 [pieces, ranks], on its device: piece p
     of rank q is there when flags[table[p, q]] is 1; -1: it is there already. rows: of a piece; the
-    last one may have fewer.
+    last piece may have fewer.
     """
 
     flags: Tensor
@@ -58,7 +58,7 @@ def _add_slots(
     place, stride, inside, WORLD: tl.constexpr, BLOCK: tl.constexpr, own=None,
     OWN: tl.constexpr = -1,
 ):  # fmt: skip
-    """The sum of WORLD slots, `stride` elements apart, in rank order, in float32. own: what is in
+    """The sum of WORLD slots, `stride` elements apart, in rank order, in float32. own: is added in
     place of the slot of rank OWN."""
     total = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(WORLD):
@@ -66,7 +66,7 @@ def _add_slots(
             total += tl.load(own, mask=inside, other=0).to(tl.float32)
         else:
             total += load(place, inside, 0).to(tl.float32)
-        place += stride  # not a product by it, which could leave 32 bits
+        place += stride  # not a multiple of it, which could exceed 32 bits
     return total
 
 
@@ -91,9 +91,9 @@ def sum_slots(
 ) -> Tensor:
     """The sum of slots [T, M, N] over the first dimension, into out [M, N]; returns `out`.
 
-    In float32 and in rank order, rounded once; average: divided by T before. own: (rank, [M, N]),
-    in place of the slot of that rank. One dtype (bfloat16, float16, float32); each slot, `own` and
-    `out` are dense. Not differentiable.
+    The sum is in float32 and in rank order, and rounded once. average: it is divided by T before.
+    own: (rank, [M, N]), added in place of the slot of that rank. All have one dtype (bfloat16,
+    float16, float32); each slot, `own` and `out` are dense. Not differentiable.
     """
     rank, held = own or (-1, out)
     check_dtype(slots=slots, own=held, out=out)

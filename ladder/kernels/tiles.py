@@ -13,7 +13,7 @@ from ladder.kernels.pieces import _LOW
 @jit
 @no_type_check
 def _block_scales(scales, rows, block, inside, blocks: tl.constexpr):
-    """The scales of a block of each of the rows that begin there, of `blocks`; only float32's
+    """The scales of a block of each row. rows: where each row's `blocks` scales begin. Only their
     exponents are stored."""
     exponents = tl.load(scales + rows + block, mask=inside & (block < blocks), other=127)
     return power(exponents.to(tl.int32))
@@ -22,7 +22,7 @@ def _block_scales(scales, rows, block, inside, blocks: tl.constexpr):
 @jit
 @no_type_check
 def _bring(matrix, rows, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Bring the first COLUMNS of `rows` [BN, 1], which begin there, into the L2 cache."""
+    """Bring the first COLUMNS of some rows into the L2 cache. rows: [BN, 1], where they begin."""
     LINE: tl.constexpr = 128 // (matrix.dtype.element_ty.primitive_bitwidth // 8)
     columns = tl.minimum(tl.arange(0, COLUMNS // LINE) * LINE, K - 1)
     tl.inline_asm_elementwise(
@@ -37,7 +37,7 @@ def _bring_first(
     program, weight, up, N, K: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """The same of a tile's rows, of both weights if GATED; see `_tile`."""
+    """`_bring` for a tile's rows, of both weights if GATED; see `_tile`."""
     if COLUMNS > 0:
         end = tl.minimum(N, (program + 1) * ROWS)
         n = program * ROWS + tl.arange(0, BN)[:, None]
@@ -57,7 +57,7 @@ def _halves(both, MP: tl.constexpr, BN: tl.constexpr):
 @jit
 @no_type_check
 def _row_scales(scales, up_scales, n, end, GATED: tl.constexpr, SCALED: tl.constexpr):
-    """The scales of rows n of both weights; 1 for what has none."""
+    """The scales of rows n of both weights; 1 for weights without scales."""
     own, of_up = 1.0, 1.0
     if SCALED:
         own = tl.load(scales + n, mask=n < end, other=0)
@@ -71,7 +71,7 @@ def _row_scales(scales, up_scales, n, end, GATED: tl.constexpr, SCALED: tl.const
 def _scaled(
     y, y_up, own, of_up, norm, GATED: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr
 ):
-    """Sums times `_row_scales` and the norm's; both gated ones as one result."""
+    """The sums times `_row_scales` and the norm's factor; if GATED, both as one result."""
     if SCALED:
         y = y * own
         y_up = y_up * of_up
@@ -95,7 +95,7 @@ def _tile(
     EARLY: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     SWAP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the weight, of up to BN, in steps of BK columns; STAGES in shared memory.
+    """Multiply ROWS rows of the weight, up to BN, in steps of BK columns; STAGES in shared memory.
 
     GATED: the rows of `up` follow in the same tile. PARTS: the columns of a step are in so many
     parts, each for one warp, which multiplies all rows by them; 1: a warp has some rows, and all
@@ -122,7 +122,7 @@ def _tile(
         size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
         rows += tl.where(j < BN, 0, (up.to(tl.int64) - weight.to(tl.int64)) // size)
     rows = tl.multiple_of(rows, [ALIGN] * len(rows.shape))
-    if BLOCK > 0:  # those of a step are read in the step before
+    if BLOCK > 0:  # the scales of a step are read in the step before
         blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
         if SWAP:
             across = tl.arange(0, TILE)[:, None]
@@ -147,8 +147,8 @@ def _tile(
         parts = tl.load(squares + m * CHUNKS + c, mask=(m < M) & (c < CHUNKS), other=0)
     # e4m3 becomes float16 by one instruction, bfloat16 by four. So a row whose norm is known is
     # scaled into float16 by a power of two: no element is beyond the norm, at most 2^15, and what
-    # small ones lose is at most 2^-38 of it. (Of fused models those of scales for blocks: others
-    # come in pieces.)
+    # small ones lose is at most 2^-38 of it. (In fused models this is for weights with scales for
+    # blocks: others take x in pieces.)
     E4M3: tl.constexpr = weight.dtype.element_ty == tl.float8e4nv
     HALF: tl.constexpr = NORM & (PARTS > 1) & E4M3 & (x.dtype.element_ty == tl.bfloat16)
     if HALF:
@@ -210,11 +210,11 @@ def _tile_of_pieces(
     KIND: tl.constexpr, GIVES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
     AHEAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """As `_tile`, of x that is given in pieces (ladder.kernels.pieces) and a weight in e4m3.
+    """As `_tile`, for x that is given in pieces (ladder.kernels.pieces) and a weight in e4m3.
 
-    wgmma multiplies 64 rows at least, and few weights have 64 for each SM. So PARTS parts of a
-    step's columns of each of the tile's rows are rows of the first operand, and the same parts of
-    both pieces of x rows of the second. What one part gives with another's is not used.
+    wgmma multiplies 64 rows at least, and few weights have 64 for each SM. So a step's columns are
+    in PARTS parts. Each part of each of the tile's rows is a row of the first operand, and each
+    part of both pieces of x is a row of the second. Products of different parts are not used.
     """
     TILE: tl.constexpr = 2 * BN if GATED else BN
     WIDTH: tl.constexpr = BK // PARTS

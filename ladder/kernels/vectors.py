@@ -70,8 +70,8 @@ def _product(
             total_up += part
     y = tl.sum(total, 2, keep_dims=True)
     inside = (m < M) & (n < N)
-    # Row scales read before the products slowed steps of one row in fp8 by 9 %, on one stream. They
-    # are read where they are needed, not both at once (`_row_scales`), as it was timed.
+    # Row scales read before the products slowed steps of one row in fp8 by 9 %, on one stream. Each
+    # is read where it is needed, not both at once as by `_row_scales`: so it was timed.
     SCALED: tl.constexpr = (scales is not None) & (BLOCK == 0)
     if SCALED:
         y = y * tl.load(scales + n, mask=n < N, other=0)

@@ -1,6 +1,6 @@
 """Sums that the backend makes: torch's product, then one collective of NCCL or gloo.
 
-The strongest simple way, and what `ladder bench ops` compares all others with. The order in which
+This is the strongest simple way: `ladder bench ops` compares all others with it. The order in which
 a backend adds is its own, so these implementations, all called `collective`, are picked only where
 a group allows it (`ladder.ops.allow_any_order`). `all_gather_matmul` has none, since nothing is
 added in it: its `staged` is the backend's all-gather, then torch's product.

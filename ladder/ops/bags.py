@@ -5,8 +5,8 @@ them, and sends each sample's pooled rows to the rank that computes on that samp
 
 Bags are in the layout of FBGEMM, table by table: the indices of table t and sample b are
 indices[offsets[t B + b] : offsets[t B + b + 1]]. They may have any length; an empty bag gives 0.
-Pooled in float32 in the order of the indices, and rounded once. The gradient of a row is summed in
-the order of `indices`, too, so that it is the same in every run.
+They are pooled in float32 in the order of the indices, and rounded once. The gradient of a row is
+summed in the order of `indices`, too, so that it is the same in every run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _check_line(name: str, tensor: Tensor) -> None:
 
 
 def _counted(ranks: int, tables: int, offsets: Tensor, table_counts: list[int] | None) -> list[int]:
-    """The number of tables of each rank; of this one `tables`."""
+    """The number of tables of each rank. tables: this rank's number."""
     bags = offsets.shape[0] - 1
     if bags < 1 or bags % (tables * ranks):
         raise UserError(
@@ -118,7 +118,7 @@ def _pool(weight: Tensor, indices: Tensor, offsets: Tensor, mode: str) -> Tensor
 def spread(grad: Tensor, indices: Tensor, offsets: Tensor, rows: int, mode: str) -> Tensor:
     """The gradient of a table [rows, dim] from that of its bags: each row sums its bags.
 
-    It is a lookup again: a row's bag has the bags in which the row is, in the order of `indices`.
+    It is a lookup again: a row looks up all bags that contain it, in the order of `indices`.
     """
     lengths = offsets.diff()
     if mode == "mean":
@@ -194,7 +194,7 @@ def _check_bags(indices: Tensor, offsets: Tensor, mode: str, like_name: str, lik
 def _check_values(
     weights: list[Tensor], indices: Tensor, offsets: Tensor, counts: list[int], group_name: str
 ) -> None:
-    """Raise UserError for values that are out of range, on a CPU; a GPU's host would wait."""
+    """Raise UserError for values out of range, on CPUs only: for a GPU the host would wait."""
     own = counts[dist.get_rank(resolve(group_name))]
     if own != len(weights):
         raise UserError(f"table_counts={counts} has {own} for this rank with {len(weights)} tables")

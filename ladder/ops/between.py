@@ -1,15 +1,17 @@
-"""Whether a table's entry is for a call whose sizes lie between those that were measured.
+"""Whether a table's entry holds for a call whose sizes lie between the measured ones.
 
-An entry is for a bucket of sizes, and was measured at some of them. There it is taken. Elsewhere it
-is taken where two bounds say that it is not slower than what would run without it:
+An entry is for a bucket of sizes, and was measured at some of them. Calls of measured sizes use it.
+Calls of other sizes use it if two bounds show that it is not slower than the implementation that
+would run without it:
 
-- If it cuts a product (`Implementation.surplus`), its products may take longer than one of all
-  rows, in waves of tiles (`ladder.ops.waves`), by no more than it gained at every measured size,
-  and they took longer there, less NOISE. What it gains, as a share of its time, goes with the
-  exchange's bytes over the product's operations: with 1 / n for a gather and 1 / k for a scatter.
-  What does not cut it has the other bound alone, and none in a graph.
-- Eager, what would run without it must take `host_us` or more, in proportion to the operations. So
-  long may the host take to enqueue a call of it; then the call takes as long.
+- The first bound is for an implementation that cuts the product (`Implementation.surplus`). Its
+  products take longer than one of all rows, in waves of tiles (`ladder.ops.waves`). This surplus
+  may be at most, for every measured size, the surplus there plus the gain there, less NOISE. The
+  gain, as a share of the time, is in proportion to the exchange's bytes over the product's
+  operations: to 1 / n for a gather and 1 / k for a scatter.
+- The second is for eager calls. The host may take `host_us` to enqueue a call, and then the call
+  takes as long. So the implementation that would run without the entry must take `host_us` or more;
+  its time is in proportion to the operations.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from typing import Any
 from ladder.models.errors import UserError
 from ladder.ops.registry import OPERATORS, Call
 
-# Of each measured size: how long the implementation took, and what would run without it.
+# For each measured size: the times of the implementation, and of what would run without it.
 FIELDS = {"sizes": list, "us": int | float, "instead_us": int | float}
-# `collective` and the baseline of `ladder bench ops` do the same: their medians differ by so much.
+# `collective` and the baseline of `ladder bench ops` do the same; their medians differ by this.
 NOISE = 0.01
-GATHERED = ("all_gather_matmul", "matmul_reduce_scatter_backward")  # what a product reads
+GATHERED = ("all_gather_matmul", "matmul_reduce_scatter_backward")  # gathers of a product's input
 
 
 def refusal(call: Call, entry: Mapping[str, Any]) -> str | None:
@@ -60,7 +62,7 @@ def refusal(call: Call, entry: Mapping[str, Any]) -> str | None:
 
 
 def said(entry: Mapping[str, Any]) -> str:
-    """What was measured, in words."""
+    """The measured times, in words."""
     times = ((each["us"], each["instead_us"]) for each in entry["measured"])
     return "".join(
         f"; {us:.1f} us" + (f", {instead:.1f} without it" if instead != us else "")
@@ -69,7 +71,7 @@ def said(entry: Mapping[str, Any]) -> str:
 
 
 def _width(call: Call) -> int:
-    """A product's operations for each number that its exchange moves, but for a constant."""
+    """A product's operations for each number that its exchange moves, up to a constant factor."""
     _, outputs, inputs = call.exact
     return outputs if call.op in GATHERED else inputs
 

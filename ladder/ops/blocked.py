@@ -2,8 +2,8 @@
 
 As `chunked` (ladder.ops.spread), but cuBLAS computes a block at once, and not the ranks' chunks of
 it one by one: few rows take as long as the weight takes to read, so chunks of few rows cost more
-than they hide. While the next block is computed, copy engines push a block's chunks to their
-owners, and under the one after it the sums to all. Nothing is left for the last block to run under:
+than they hide. Copy engines push a block's chunks to their owners while the next block is computed,
+and its sums to all ranks while the one after that is. No product is left to hide the last block:
 one kernel adds, sends and receives it (`ladder.comm.two_shot`). The steps are those of
 `ladder.ops.schedules.blocked_all_reduce`.
 """
@@ -38,8 +38,8 @@ def blocked_matmul_all_reduce(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None,
     blocks: int = WHOLE.blocks, ratio: int = WHOLE.ratio, streams: int = WHOLE.streams,
 ) -> Tensor:  # fmt: skip
-    """blocks, ratio: see `Blocks`. streams: as of `ladder.ops.overlapped.chunked_all_gather_matmul`
-    of whole blocks."""
+    """blocks, ratio: see `Blocks`. streams: as of
+    `ladder.ops.overlapped.chunked_all_gather_matmul`, for whole blocks."""
     check_streams(streams)
     rows, n = A.flatten(0, -2), B.shape[1]
     total = rows.new_empty(len(rows), n)

@@ -8,8 +8,8 @@ from ladder.models.errors import UserError
 from ladder.ops.steps import LANES
 
 MAX_BLOCKS, MAX_RATIO = 8, 8
-WHOLE_ROWS = 128  # of a tile of cuBLAS
-READ_ROWS = 256  # a product of fewer takes about as long, since its weight has to be read
+WHOLE_ROWS = 128  # of one of cuBLAS's tiles
+READ_ROWS = 256  # a product of fewer rows takes about as long: its weight has to be read
 STREAMS = ("streams",)
 BLOCKS = ("blocks", "ratio", *STREAMS)
 
@@ -24,12 +24,12 @@ WHOLE = Options(4, 2, 2)  # the defaults where a block is one product
 
 
 class Blocks:
-    """The rows of each rank in blocks, and the blocks of all ranks, one block after another.
+    """Each rank's rows in blocks. All rows lie block by block, and within a block rank by rank.
 
     rows: of all ranks together; the last rank's last blocks may have fewer, or none. ratio: each
-    block is 1/ratio as high as the one before, to whole tiles, if there are enough. whole: a block
-    is one product, and has READ_ROWS of all ranks or more, if there are enough (the last ranks may
-    have fewer).
+    block is 1/ratio as high as the one before, rounded to whole tiles if there are enough rows.
+    whole: a block is one product of all ranks' rows, at least READ_ROWS of them if there are enough
+    (the last ranks may have fewer).
     """
 
     def __init__(self, rows: int, world: int, blocks: int, ratio: int, whole: bool = False) -> None:
@@ -64,7 +64,7 @@ class Blocks:
         return slice(min(first, self.rows), min(first + end - start, self.rows))
 
     def place(self, block: int, rank: int, kind: int = 0) -> slice:
-        """The same rows among those of a rank alone; kind: behind so many others of all blocks."""
+        """The same rows among the rank's own ones, behind `kind` times the height of all blocks."""
         part, start = self.part(block, rank), kind * self.height + self.starts[block]
         return slice(start, start + part.stop - part.start)
 

@@ -20,10 +20,11 @@ _ON_CUDA = Library("ladder", "FRAGMENT")
 
 
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Decorate a function that is torch.ops.ladder.<name>, and functional. schema: see custom_op.
+    """Decorate a function, which mutates nothing, as torch.ops.ladder.<name>. schema: see
+    custom_op.
 
-    On CUDA the dispatcher calls it at once. The checks of outputs that torch puts between, which
-    the tests on CPUs run, take the host as long as the kernels of a small call.
+    On CUDA the dispatcher calls it directly. torch would check its outputs, as it does on CPUs in
+    the tests, and that takes the host as long as the kernels of a small call.
     """
 
     def define(function: Callable[..., Any]) -> CustomOpDef:
@@ -57,8 +58,8 @@ def execute(op: str, group_name: str, like: Tensor, shapes: tuple[Any, ...], *ar
 def allow_any_order(group_name: str, allowed: bool = True) -> None:
     """Let all later calls with this group, also backward passes, add in any order.
 
-    Results then depend on the backend, or on what is picked, in their last bits. All ranks of the
-    group must say the same. Without it, sums are in the order of the ranks.
+    The last bits of results then depend on the backend and on the implementation that is picked.
+    All ranks of the group must allow the same. By default, sums are in the order of the ranks.
     """
     groups = choice.any_order_groups
     (groups.add if allowed else groups.discard)(resolve(group_name))

@@ -1,4 +1,4 @@
-"""Checks of the operators' arguments, for real tensors and for those of tracing alike."""
+"""Checks of the operators' arguments, for real and for traced tensors alike."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_product(A: Tensor, B: Tensor) -> None:
 
 
 def check_products(name: str, x: Tensor, Bs: Sequence[Tensor]) -> None:
-    """Raise UserError unless x [..., k] times each of Bs [k, n_i] is one, and there is one."""
+    """Raise UserError unless x [..., k] times each of Bs [k, n_i] is a product, and Bs has one."""
     check_rows(name, x)
     if not Bs:
         raise UserError("Bs is empty; give a matrix or more, or call all_gather")

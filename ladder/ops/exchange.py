@@ -5,7 +5,7 @@ depends on the message's size, and rounds after every addition; `sum_in_order` a
 the order of the ranks, in float32, and rounds once. So all ranks, all runs and both backends agree,
 and kernels that sum in that order agree with them bit for bit. float64 is summed in float64.
 
-gloo moves bytes: which dtypes its collectives know differs between versions of torch, and moving
+gloo moves bytes: the dtypes that its collectives know differ between versions of torch, and moving
 needs none.
 """
 
@@ -98,7 +98,7 @@ def sum_everywhere(partial: Tensor, group: dist.ProcessGroup, rounded: bool = Tr
     """
     ranks, size = dist.get_world_size(group), partial.numel()
     flat, missing = partial.reshape(-1), -size % ranks
-    # torch copies also what it pads by nothing.
+    # torch would copy a tensor that it pads by nothing.
     pieces = scatter_pieces(F.pad(flat, (0, missing)) if missing else flat, group)
     everything = gather(rounded_sum(pieces) if rounded else sum_in_order(pieces), group)
     return everything.view(-1)[:size].view(partial.shape)

@@ -1,4 +1,4 @@
-"""What ends a reduce-scatter when the ranks' parts are in slots: a sum, or a landing."""
+"""The end of a reduce-scatter, when the ranks' parts are in slots: a sum, or a landing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ALL_ROWS = slice(None)
 
 @dataclass(frozen=True)
 class Finish:
-    """What ends a reduce-scatter.
+    """The end of a reduce-scatter.
 
-    run: called with this rank's slots of some of its rows [T, rows, n], which rows these are, and
-    the slots' arrivals if it is to wait for them; then it is all rows. memory, numbers: what it
-    uses beside them.
+    run: called with this rank's slots of some rows [T, rows, n], the slice of these rows among its
+    own, and the slots' arrivals if it must wait for them (then it gets all rows). memory, numbers:
+    the tensors and the values that it uses beside the slots.
     """
 
     run: Callable[[Tensor, slice, SlotArrivals | None], object]
@@ -29,7 +29,7 @@ class Finish:
 
 
 def adding(world: int, rows: Tensor, B: Tensor, average: bool) -> tuple[Tensor, Finish]:
-    """The memory of the sum of this rank's rows, and what puts it there."""
+    """Memory for the sum of this rank's rows, and the Finish that fills it."""
     out = rows.new_empty(len(rows) // world, B.shape[1])
     return out, Finish(lambda slots, mine, _: sum_slots(slots, out[mine], average), (out,), average)
 
@@ -37,7 +37,7 @@ def adding(world: int, rows: Tensor, B: Tensor, average: bool) -> tuple[Tensor, 
 def landing(
     residual: Tensor, weight: Tensor, eps: float, dim: int
 ) -> tuple[Tensor, Tensor, Finish]:
-    """The memory of a landing of this rank's rows, and what puts it there."""
+    """Memory for this rank's landed rows and for their norm, and the Finish that fills both."""
     before, gain = rows_first(residual, dim).contiguous(), weight.contiguous()
     landed, normed = torch.empty_like(before), torch.empty_like(before)
     finish = Finish(

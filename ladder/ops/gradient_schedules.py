@@ -1,4 +1,4 @@
-"""The schedule of gradients that read all ranks' rows: as those of `ladder.ops.schedules`."""
+"""The schedule of gradients that read all ranks' rows; `ladder.ops.schedules` has the rules."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def gathered_gradients(
 ) -> Schedule:
     """As `all_gather`, with two products of each shard, one of which is a sum over the shards.
 
-    Actions: `copy` q and `product` q as there; `add` q adds the part of shard q to the sum, the own
-    shard's first. streams: 2: the sum is on the second one. pairs: `both` q and `add both` q are
-    the products of shards q and q + 1: see `reduce_scatter`. whole: `own` puts the own shard into
-    its slot, by the copies stream, and one `product` multiplies all shards, behind the sum or, with
-    two streams, beside its last part.
+    Actions: `copy` q and `product` q as in `all_gather`; `add` q adds the part of shard q to the
+    sum, the own shard's first. streams: 2: the sum is on the second one. pairs: `both` q and `add
+    both` q are the products of shards q and q + 1: see `reduce_scatter`. whole: `own` puts the own
+    shard into its slot, by the copies stream, and one `product` multiplies all shards, behind the
+    sum or, with two streams, beside its last part.
     """
     steps: list[Step] = [Record("main", "begun"), Follow("copies", "begun")]
     for peer in others(rank, world, -1):

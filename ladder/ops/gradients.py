@@ -1,8 +1,8 @@
 """The gradients of `all_gather_matmul` and `matmul_reduce_scatter`: two products, one exchange.
 
-Those of a gather's product exchange the sum of one product, and the other needs nothing of other
-ranks. Those of a scatter's product both read the gradient of all rows, and can begin with each
-rank's. `ladder.ops.overlapped_gradients` does both.
+For a gather's product, the gradient of A is summed over the ranks, and that of a B needs nothing of
+other ranks. For a scatter's product, both gradients read the gradient of all rows, and can begin
+with each rank's rows. `ladder.ops.overlapped_gradients` overlaps both.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ define(
 
 
 def joined(parts: list[Tensor], dim: int) -> Tensor:
-    """As torch.cat, which copies one tensor, too."""
+    """As torch.cat, which would also copy a single tensor."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -63,7 +63,7 @@ def joined(parts: list[Tensor], dim: int) -> Tensor:
 def staged_gather_gradients(
     group: dist.ProcessGroup, whole: Tensor, Bs: list[Tensor], grads: list[Tensor], gather_dim: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """One after the other; the reduce-scatter by what is picked for it."""
+    """One product after the other; the reduce-scatter runs by what is picked for it."""
     grad, matrix = joined(grads, -1), joined(Bs, 1).t()
     own: Tensor = matmul_reduce_scatter(grad, matrix, "sum", gather_dim, group.group_name)
     of_Bs = [transposed_product(whole, grad, B) for grad, B in zip(grads, Bs, strict=True)]
@@ -133,7 +133,7 @@ def _gather_backward(ctx: Any, grad_A: Any, grads: list[Any]) -> tuple[Any, ...]
     grads = [
         grad if grad is not None else _zeros(ctx, A, B) for grad, B in zip(grads, Bs, strict=True)
     ]
-    # With gradients on, these are to be differentiated themselves, as the operator is not.
+    # With grad mode on, the gradients are differentiated themselves; the operator cannot be.
     simple = ctx.whole and grad_A is None and not torch.is_grad_enabled()
     if simple and needs_A and all(needs_Bs):
         return *all_gather_matmul_backward(A, Bs, grads, ctx.dim, ctx.group), None, None
@@ -177,7 +177,7 @@ define(
 def staged_scatter_gradients(
     group: dist.ProcessGroup, grad: Tensor, A: Tensor, B: Tensor, scatter_dim: int
 ) -> tuple[Tensor, Tensor]:
-    """One after the other; the gather by what is picked for it."""
+    """One product after the other; the gather runs by what is picked for it."""
     whole, (of_A,) = all_gather_matmul(grad, [B.t()], scatter_dim, group.group_name)
     return of_A, transposed_product(A, whole, B)
 
@@ -230,7 +230,7 @@ def scatter_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of A and B, as far as they are needed, from that of this rank's rows."""
     needs_A, needs_B = ctx.needs_input_grad[:2]
-    # With gradients on, these are to be differentiated themselves, as the operator is not.
+    # With grad mode on, the gradients are differentiated themselves; the operator cannot be.
     if needs_A and needs_B and not torch.is_grad_enabled():
         of_both: tuple[Tensor, Tensor] = matmul_reduce_scatter_backward(
             grad, A, B, ctx.dim, ctx.group

@@ -51,7 +51,7 @@ def _check(A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, rows: list[in
 def _check_pieces(
     ranks: int, A: Tensor, B: Tensor, residual: Tensor | None = None, weight: Tensor | None = None
 ) -> None:
-    """Of shapes alone, which do not say along which dimension the rows are scattered."""
+    """Check by shapes alone, which do not say along which dimension the rows are scattered."""
     check_scattered(ranks, A, B)
     if residual is not None and weight is not None:
         dims = [dim for dim in range(A.dim() - 1) if A.shape[dim] % ranks == 0]
@@ -87,7 +87,7 @@ def land(
 ) -> tuple[Tensor, Tensor]:
     """(new residual, normed) from the pieces of a sum, each in the shape of the residual.
 
-    On a GPU by one kernel, where it takes so many pieces of these sizes and this dtype.
+    On a GPU one kernel does this, if it takes as many pieces of these sizes and this dtype.
     """
     size, known = residual.shape[-1], residual.dtype in DTYPES and len(pieces) <= MAX_PIECES
     if not (residual.is_cuda and known and residual.numel() and size <= MAX_SIZE):

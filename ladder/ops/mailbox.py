@@ -10,8 +10,8 @@ Such a call has three steps on every rank, in one kernel or in several that foll
 Why no memory is written too early, whatever the shapes, and if a graph of one call is replayed:
 
 - *Slots.* A kernel that opens starts when all that its stream held before has ended, since it is
-  launched without a dependent launch: so the slots have been read, by the call before or by who was
-  lent them. A peer stores only after that.
+  launched without a dependent launch: so the slots have been read, by the call before or by the
+  caller who was lent them. A peer stores only after that.
 - *The word `open`* of call n + 1 is set by a rank that has ended call n, so after it saw `sent` of
   call n from the peer, who had cleared `open` before.
 - *The word `sent`* of call n + 1 is set by a rank that saw `open` of call n + 1 from the peer; that

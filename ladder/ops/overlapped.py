@@ -1,16 +1,16 @@
 """Products that overlap with the exchange of their rows, by copy engines over peer memory.
 
-- `chunked`: cuBLAS by the ranks' chunks, between copies.
-- `waiting` (all_gather_matmul): one persistent product that waits for the shards that come.
+- `chunked`: cuBLAS multiplies the ranks' chunks one by one, while others are copied.
+- `waiting` (all_gather_matmul): one persistent product that waits for each shard to arrive.
 - `tracked` (matmul_reduce_scatter): one persistent product whose tiles count themselves, and copies
   that wait for a count.
 
 A reduce-scatter ends in a sum, or in a landing: one kernel that waits for the pieces of each row,
 adds them and the residual, and norms. All-reduces are in `ladder.ops.spread`, and products that add
-what has arrived in `ladder.ops.ring` and `ladder.ops.summing`. The order of all this is in
-`ladder.ops.schedules`; here is what each step does. Sums are in rank order, in float32, rounded
-once, as in `staged`; the partials of `chunked` are cuBLAS's for m / T rows, which may differ in the
-last bit from those for m rows.
+what has arrived in `ladder.ops.ring` and `ladder.ops.summing`. `ladder.ops.schedules` has the order
+of the steps; this module has what each step does. Sums are in rank order, in float32, rounded once,
+as in `staged`; the partials of `chunked` are cuBLAS's for m / T rows, which may differ in the last
+bit from those for m rows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def chunked_all_gather_matmul(
     group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool,
     streams: int = 1,
 ) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
-    """streams: 2: products take turns on two, so that one begins while another's tiles end."""
+    """streams: 2: products take turns on two streams; one begins while another's last tiles run."""
     check_streams(streams)
     space = workspace.workspace(group, GATHER, A.device)
     own = rows_first(A, gather_dim).contiguous()
@@ -71,7 +71,7 @@ def chunked_all_gather_matmul(
 def gather_chunks(
     space: workspace.Workspace, own: Tensor, Bs: list[Tensor], return_A: bool, streams: int
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """The shards of all ranks, of which this one is `own`, and their products with each B."""
+    """(the shards of all ranks or None, their products with each B). own: this rank's shard."""
     rank = space.rank
     chosen, slots = space.begin(own.shape, own.dtype)
     whole, outs = _outputs(space.world, own, Bs, return_A)
@@ -140,7 +140,7 @@ def _order(space: workspace.Workspace, m: int, n: int, tiling: Tiling) -> Tensor
 
 
 def arrival_order(m: int, n: int, world: int, rank: int, tiling: Tiling) -> tuple[int, ...]:
-    """The tiles of the own shard first, then in the order in which the others arrive."""
+    """The tiles of the own shard first, then those of the others, in the order of arrival."""
     down, across = tiles_of(m, n, world, tiling)
     return rotated(down, across, world, down // world, rank - 1, tiling.group_m)
 
@@ -168,8 +168,8 @@ def chunked_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int,
     blocks: int = 1, ratio: int = 1, streams: int = 1, pairs: bool = False,
 ) -> Tensor:  # fmt: skip
-    """blocks, ratio: see `Blocks`. streams: as of `chunked_all_gather_matmul`. pairs: chunks of two
-    peers that are neighbours are one product; of one block."""
+    """blocks, ratio: see `Blocks`. streams: as of `chunked_all_gather_matmul`. pairs: the chunks of
+    two neighbouring peers are one product; with blocks=1 alone."""
     check_streams(streams)
     if pairs and blocks > 1:
         raise UserError(f"pairs=true with blocks={blocks}; set pairs=false, or blocks=1")
@@ -200,9 +200,9 @@ def scatter_chunks(
 ) -> None:  # fmt: skip
     """Run `finish` with the ranks' parts of this rank's rows of rows @ B.
 
-    options: blocks, ratio, streams. waiting: it waits for the parts by itself; of one block, as
-    pairs, for which see `chunked_matmul_reduce_scatter`. beside: what runs behind the products,
-    while parts travel, and its memory.
+    options: blocks, ratio, streams. waiting: `finish` waits for the parts by itself. pairs: see
+    `chunked_matmul_reduce_scatter`. Both are for one block. beside: a function that runs behind the
+    products, while parts travel, and its memory.
     """
     blocks, ratio, streams = options
     rank, world, n = space.rank, space.world, B.shape[1]
@@ -217,7 +217,7 @@ def scatter_chunks(
         arrivals = SlotArrivals(space.own_words("arrived", chosen), table, cut.height)
 
     def of(chunk: int) -> tuple[int, slice]:
-        """The owner of a chunk, and which of its rows."""
+        """The owner of a chunk, and the chunk's rows among the owner's."""
         block, owner = divmod(chunk, world)
         return owner, cut.place(block, owner)
 
@@ -249,7 +249,7 @@ def scatter_chunks(
 
 @dataclass(frozen=True)
 class TrackPlan:
-    """What a product whose tiles count themselves makes once for a shape.
+    """The tables of a product whose tiles count themselves, made once for a shape.
 
     moves: for each block that is copied, the peer and the rows of its shard. flags, piece: for
     `SlotArrivals`.
@@ -266,7 +266,7 @@ class TrackPlan:
     piece: int
 
     def track(self, space: workspace.Workspace, chosen: int) -> Track:
-        """Its tables, and the addresses of a set."""
+        """The kernel's argument: these tables, and the addresses of the set `chosen`."""
         bases, counters = space.tables("full")[chosen]
         return Track(self.target, self.counter, self.chunk, self.owner, bases, counters)
 
@@ -284,7 +284,7 @@ def track_plan(
     space: workspace.Workspace, shard: int, n: int, tiling: Tiling, pieces: int,
     schedule: Callable[[Program, int], Schedule], keep: bool = False,
 ) -> TrackPlan:  # fmt: skip
-    """Its map, compiled for this rank. keep: see `all_to_all`."""
+    """The map of `tracked_map`, compiled for this rank. keep: see `all_to_all`."""
     world = space.world
     track, across = tracked_map(shard, n, world, tiling, pieces, keep)
     high = track.rows // world
@@ -295,7 +295,7 @@ def track_plan(
             first, last = block.positions[0] // across, block.positions[-1] // across
             start, stop = (first % high) * tiling.rows, (last % high + 1) * tiling.rows
             moves[number] = block.copy.peer, slice(start, min(stop, shard))
-    # The slot of piece p of rank q is the place behind all chunks, q x pieces + p of them.
+    # Slots lie behind all chunks; that of piece p of rank q is slot q x pieces + p.
     held = len(track.chunks) // world  # pieces, of which there may be fewer than asked for
     flags = [[-1] * world for _ in range(held)]
     for block in program.blocks:
@@ -316,7 +316,7 @@ def tracked_matmul_reduce_scatter(
     tile: str | None = None, stages: int | None = None, pieces: int = 1,
     group_m: int = GROUP,
 ) -> Tensor:  # fmt: skip
-    """pieces: the copies of each peer's chunk, if it has as many rows of tiles."""
+    """pieces: the copies that move each peer's chunk, if it has as many rows of tiles."""
     tiling, rows = tracked_tiling(tile, stages, pieces, group_m), rows_first(A, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
     out, finish = adding(space.world, rows, B, reduce_op == "avg")
@@ -332,7 +332,7 @@ def tracked_landing(
     scatter_dim: int, tile: str | None = None, stages: int | None = None, pieces: int = 1,
     group_m: int = GROUP,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """pieces: as of the reduce-scatter; a row lands when its piece of each rank is there."""
+    """pieces: as in the reduce-scatter; a row lands when every rank's piece of it has arrived."""
     tiling, rows = tracked_tiling(tile, stages, pieces, group_m), rows_first(A, scatter_dim)
     landed, normed, finish = landing(residual, weight, eps, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)

@@ -4,7 +4,7 @@
   of the matrices are computed.
 - `matmul_reduce_scatter_backward`: both products of a rank's rows begin when these have arrived.
 
-As `chunked` does in `ladder.ops.overlapped`, by cuBLAS and in the order of `ladder.ops.schedules`.
+Both are as `chunked` in `ladder.ops.overlapped`: by cuBLAS, in the order of `ladder.ops.schedules`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ladder.ops.waves import by_chunks
 
 
 def _like(matrix: Tensor) -> Tensor:
-    """For a matrix's gradient, in its layout: see `transposed_product`."""
+    """Memory for a matrix's gradient, in the matrix's layout: see `transposed_product`."""
     if matrix.stride(0) < matrix.stride(1):
         return matrix.new_empty(matrix.t().shape).t()
     return matrix.new_empty(matrix.shape)
 
 
 def _multiply_transposed(x: Tensor, grad: Tensor, out: Tensor, adds: bool = False) -> None:
-    """x^T grad, as `transposed_product` has it, into what `_like` made. adds: to what is there."""
+    """Put x^T grad into `out`, in the layout of `_like`. adds: add it to what is there."""
     first, second, into = x.t(), grad, out
     if not out.is_contiguous():
         first, second, into = grad.t(), x, out.t()
@@ -49,7 +49,7 @@ def _multiply_transposed(x: Tensor, grad: Tensor, out: Tensor, adds: bool = Fals
 
 
 def _surplus(call: Call, options: Mapping[str, Any]) -> float:
-    """Of products one after the other, on one stream, whatever the streams of the sum."""
+    """The surplus of products one after the other on one stream: `streams` is for the sum alone."""
     return by_chunks(1)(call, {})
 
 
@@ -60,7 +60,7 @@ def chunked_gather_gradients(
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """The reduce-scatter as by `chunked`, and the matrices' gradients behind its products.
 
-    streams: 1: the sum waits for their end; 2: it may run in their midst.
+    streams: 1: the sum over the ranks waits until these have ended; 2: it may run among them.
     """
     check_streams(streams)
     rows = rows_first(joined(grads, -1), gather_dim)
@@ -81,7 +81,7 @@ def chunked_gather_gradients(
 
 
 def _one_or_chunks(call: Call, options: Mapping[str, Any]) -> float:
-    """Of the product of all rows, whatever the sum over them takes."""
+    """The surplus of the products for A's gradient, whatever the matrix's gradient takes."""
     return 0.0 if options.get("whole") else by_chunks(1)(call, options)
 
 
@@ -97,11 +97,12 @@ def chunked_scatter_gradients(
     group: dist.ProcessGroup, grad: Tensor, A: Tensor, B: Tensor, scatter_dim: int,
     streams: int = 1, pairs: bool = False, whole: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gather as by `chunked`, and behind each product that of the matrix's gradient, which is
-    added in the matrix's dtype to those before, the own rank's first.
+    """The gather as by `chunked`. Behind each product for A's gradient comes one for the matrix's
+    gradient, which is added to those before, in the matrix's dtype; the own rank's is the first.
 
-    streams: 2: the matrix's gradient on the second one. pairs: as of the reduce-scatter, but of the
-    rows of two ranks that have arrived. whole: the gradient of A is one product, behind the others.
+    streams: 2: the matrix's gradient is on the second stream. pairs: as in the reduce-scatter, but
+    for the rows of two ranks that have arrived. whole: the gradient of A is one product, behind the
+    others.
     """
     check_streams(streams)
     own, x = rows_first(grad, scatter_dim).contiguous(), rows_first(A, scatter_dim)
@@ -111,7 +112,7 @@ def chunked_scatter_gradients(
     of_A, of_B, matrix = x.new_empty(x.shape), _like(B), B.t()
 
     def rows(q: int, several: int) -> tuple[Tensor, slice]:
-        """The gradients of ranks q, q + 1, ..., and which of all rows these are."""
+        """The rows' gradients of ranks q, q + 1, ..., and the slice of these rows among all."""
         shards = own if q == rank else slots[rank][q : q + several].flatten(0, 1)
         return shards, slice(q * high, (q + several) * high)
 

@@ -36,7 +36,7 @@ from ladder.ops.checks import (
 from ladder.ops.collectives import all_reduce, staged_all_gather, staged_reduce_scatter
 from ladder.ops.registry import define, implement
 
-FEW_BYTES = 2**21  # of a partial that each rank gathers from all
+FEW_BYTES = 2**21  # of the largest partial that every rank gathers from all
 
 
 def transposed_product(x: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def _save_both(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _matmul_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     A, B = ctx.saved_tensors
     total = all_reduce(grad, ctx.group)
-    needs_A, needs_B, _, *needs_addend = ctx.needs_input_grad  # none if it was left out
+    needs_A, needs_B, _, *needs_addend = ctx.needs_input_grad  # empty if the addend was left out
     grad_B = transposed_product(A, total, B) if needs_B else None
     of_addend = total if any(needs_addend) else None
     return total @ B.t() if needs_A else None, grad_B, None, of_addend

@@ -1,15 +1,16 @@
 """Products whose rows a kernel pushes, before or after: for decoding, and for short prompts.
 
-`pushed`: a product, up to 64 rows by a kernel made for few (`ladder.kernels.project`), then one
-kernel that sends, waits and sums: all to all at once (`ladder.comm.push`), or each rank sums its
-share and sends that on (`ladder.comm.two_shot`), which moves less between more than two ranks.
-Nothing overlaps, but up to some megabytes take less than by the backend's all-reduce. Of a
-reduce-scatter it is the first of the two shots, and of a gather, before its product, the second. A
-landing is in the same kernel (`ladder.kernels.push_land`); of an all-reduce every rank lands all.
+`pushed`: a product (for up to 64 rows by a kernel made for few, `ladder.kernels.project`), then one
+kernel that sends, waits and sums. Either all ranks send to all at once (`ladder.comm.push`), or
+each rank sums its share and sends that on (`ladder.comm.two_shot`), which moves less between more
+than two ranks. Nothing overlaps, but up to some megabytes this takes less time than the backend's
+all-reduce. A reduce-scatter needs only the first of the two shots, and a gather, before its
+product, only the second. A landing is in the same kernel (`ladder.kernels.push_land`); in an
+all-reduce every rank lands all rows.
 
-`pushing`: of up to 64 rows the product itself pushes, each of its programs as soon as it has its
-elements, and one kernel waits and sums (`ladder.kernels.collect`), as in a decode step of the
-engine. Both count their calls in the GPU's memory, so they work in any CUDA graph.
+`pushing`: for up to 64 rows the product itself pushes, each of its programs as soon as it has its
+elements. One kernel waits and sums (`ladder.kernels.collect`), as in a decode step of the engine.
+Both count their calls in the GPU's memory, so they work in any CUDA graph.
 
 Source of `pushing`: fused computation-collective operations (Punniyamurthy et al., 2024), GEMV +
 AllReduce.
@@ -39,7 +40,7 @@ from ladder.ops.refusals import landing_refusal, peer_refusal
 from ladder.ops.registry import Call, implement
 from ladder.ops.workspace import Workspace, workspace
 
-LARGEST, SMALLEST = 2**24, 2**16  # bytes of a message; of what slots are made for
+LARGEST, SMALLEST = 2**24, 2**16  # bytes: of the largest message; of the smallest slots
 SHOTS = ("shots",)
 LANDING_EVERYWHERE = "matmul_all_reduce_add_rms_norm"
 
@@ -157,7 +158,7 @@ def _land(
 
 
 def _padded(parts: Tensor) -> tuple[Tensor, int]:
-    """Rows of so many bytes that kernels access 16 at a time, and their elements before."""
+    """Rows padded to whole accesses of 16 bytes, and their number of elements before."""
     count, width = parts.shape[1], parts.element_size()
     more = -count % (16 // width)
     if more:  # else padding would copy
@@ -173,9 +174,9 @@ def _sum(
         raise UserError(f"shots={shots}; expected 1 or 2")
     rows = x.flatten(0, -2)
     size = len(rows) * len(weight) * x.element_size()
-    # Before the product, whose library cannot be initialised in a capture either.
+    # Before the product: in a capture this raises, and cuBLAS cannot be initialised there either.
     push = _kernel(workspace(group, op, x.device), group, size + -size % 16, x.dtype, shots)
-    # To lay a weight out anew takes longer than a product that reads it as it lies.
+    # Copying a weight to another layout takes longer than a product that reads it as it lies.
     few = len(rows) <= MAX_ROWS and weight.is_contiguous() and addend is None
     if few:
         partial = project(rows.contiguous(), weight, fixed=False)
@@ -190,7 +191,7 @@ def _sum(
 def _kernel(
     space: Workspace, group: dist.ProcessGroup, size: int, dtype: torch.dtype, shots: int
 ) -> PushAllReduce | TwoShotAllReduce:
-    """What sums messages of `size` bytes. Prompts have many lengths, which share their slots."""
+    """The kernel that sums messages of `size` bytes. Prompts of many lengths share the slots."""
     if shots == 2:
         return all_shots(space, group)
     push: PushAllReduce = _sized(space, group, PushAllReduce, size, dtype)
@@ -200,7 +201,7 @@ def _kernel(
 def all_shots(
     space: Workspace, group: dist.ProcessGroup, size: int = LARGEST, kinds: int = KINDS
 ) -> TwoShotAllReduce:
-    """The two shots of messages of `size` bytes and more, by all of a GPU: nothing runs beside.
+    """Two-shot kernels for messages of `size` bytes or more, on all SMs: nothing runs beside them.
 
     kinds: see `TwoShotAllReduce`.
     """
@@ -216,7 +217,7 @@ def all_shots(
 def _sized(
     space: Workspace, group: dist.ProcessGroup, kind: type[Any], size: int, dtype: torch.dtype
 ) -> Any:
-    """A `kind` for messages of `size` bytes and more, which messages of many sizes share."""
+    """A `kind` for messages of `size` bytes or more; messages of many sizes share it."""
     most = _most(size)
     return space.once(
         (kind, most, dtype), lambda: kind(most // dtype.itemsize, dtype, group, space.device),
@@ -225,5 +226,5 @@ def _sized(
 
 
 def _most(size: int) -> int:
-    """The bytes of slots that messages of this size share with those of others."""
+    """`size` rounded up: the bytes of slots that messages of similar sizes share."""
     return max(SMALLEST, 1 << (size - 1).bit_length())

@@ -1,9 +1,9 @@
 """Embedding bags pooled by one kernel that stores them straight at the rank of the sample.
 
 `pushed` of embedding_bag_all_to_all: `ladder.kernels.bags` says how, `ladder.ops.mailbox` why no
-memory is written too early. The host waits for nothing, so a CUDA graph holds it, too. The kernel
-occupies the GPU while it waits for the peers; so all ranks must launch such operators in the same
-order, those on several streams, too.
+memory is written too early. The host waits for nothing, so a CUDA graph can hold it, too. The
+kernel occupies the GPU while it waits for the peers; so all ranks must launch such operators in the
+same order, even on several streams.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def pushed(
     group: dist.ProcessGroup, weights: list[Tensor], indices: Tensor, offsets: Tensor, mode: str,
     counts: list[int], programs: int | None = None, order: str = "tables", lent: bool = False,
 ) -> Tensor:  # fmt: skip
-    """programs: of the persistent kernel; by default all that the GPU runs at once. order: of work.
+    """programs: of the persistent kernel; None: `default_programs`. order: of work, one of ORDERS.
 
     lent: the result is the shared memory itself, which saves a copy of the peers' part. The next
     call of this operator on this stream overwrites it, on whatever shapes.

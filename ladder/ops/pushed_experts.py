@@ -1,6 +1,6 @@
 """Experts' products whose rows go straight to the ranks that own them.
 
-Two implementations of matmul_all_to_all, which differ in what multiplies:
+Two implementations of matmul_all_to_all, which differ in the product:
 
 - `pushed`: one persistent product, whose tiles are stored at the owners as they are done.
 - `grouped`: torch's grouped product, then a kernel that pushes its rows.
@@ -67,8 +67,8 @@ def grouped_matmul_all_to_all(
     found = received(box.world, capacity, n, h)
     out, counts, overflow = found
     memory = box.slots, box.words
-    # First: an error of torch's must not leave the slots open.
-    ends = offsets[1:].clamp(0, len(h)).to(torch.int32)  # the host does not know whether they are
+    # Before `place` opens the slots: an error of torch's must not leave them open.
+    ends = offsets[1:].clamp(0, len(h)).to(torch.int32)  # the host cannot check them
     y = F.grouped_mm(h.contiguous(), W, offs=ends)
     places = place(owners, offsets[-1:], capacity, box.words)
     push_rows(as_bits(y), places, owners, as_bits(out), counts, overflow, *memory, box.counters)

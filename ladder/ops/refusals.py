@@ -41,12 +41,12 @@ def kernel_refusal(call: Call) -> str | None:
 
 
 def reduced_precision() -> tuple[bool, ...]:
-    """What torch's settings allow of ROUNDING, which must be the same on all ranks."""
+    """The values of torch's settings in ROUNDING, which must be the same on all ranks."""
     return tuple(bool(getattr(torch.backends.cuda.matmul, each)) for each in ROUNDING.values())
 
 
 def rounding_refusal(call: Call) -> str | None:
-    """Of sums over all rows that are rounded after those of each rank."""
+    """The refusal of sums over all rows that are rounded after the rows of each rank."""
     setting = ROUNDING.get(call.dtype)
     if setting is not None and not getattr(torch.backends.cuda.matmul, setting):
         return (

@@ -6,8 +6,8 @@ same, among them `staged`. `ladder.ops.choice` picks one for each call.
 *The order of sums.* Most implementations add the ranks' partials in the order of the ranks, so that
 results are equal to the bit over runs and implementations. Those that let the backend add
 (`collective`), or add in an order of their own (`ring`), are not `ordered`. They are picked only
-for the calls of a group that `allow_any_order` has named; there, `collective` also runs what the
-table does not name.
+for the calls of a group that `allow_any_order` has named; for such a group, `collective` also runs
+the calls that the table does not name.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from ladder.comm.capture import Mode
 from ladder.models.errors import UserError, unknown
 
 DEFAULT, ANY_ORDER = "staged", "collective"  # without a measurement
-SERIAL = (DEFAULT, ANY_ORDER)  # they do not overlap; by the order of sums
+SERIAL = (DEFAULT, ANY_ORDER)  # those that do not overlap: in rank order, in any order
 ANOTHER = "it adds in another order than that of the ranks"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-MOVABLE = (*DTYPES, torch.int32, torch.int64)  # of rows that are only moved
+MOVABLE = (*DTYPES, torch.int32, torch.int64)  # dtypes of rows that are only moved
 TYPED = {"bool": (bool, "true or false"), "int": (int, "a whole number")}  # of options
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in MOVABLE}
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is known of a call before it runs.
+    """The properties of a call by which its implementation is chosen.
 
     sizes: rounded up to powers of two, as tables have them. any_order: sums may be in any order.
-    exact: the sizes as they are, or () if only the bucket is known; printed, each with its bucket
-    where that is another. mode: see `ladder.comm.capture`. apart: the reason why the group's ranks
-    cannot reach each other's memory, "" if they can; None: neighbours on this machine are meant.
+    exact: the sizes as they are, or () if only their bucket is known; a printed call has them, each
+    with its bucket if that differs. mode: see `ladder.comm.capture`. apart: the reason why the
+    group's ranks cannot reach each other's memory, "" if they can; None: the ranks are taken to
+    have neighbouring GPUs of this machine.
     """
 
     op: str
@@ -76,9 +77,10 @@ class Implementation:
     run: called as run(group, *arguments of the operator without group_name, **options). refusal:
     the reason why it cannot run a call on this machine, with the remedy, or None; it must be the
     same on all ranks. options: the names of its options. ordered: whether it adds in the order of
-    the ranks. insisted: options that only `use` may give, and no table: with them the caller may do
-    less with what is returned. surplus: what its products take longer than one of all rows, as a
-    share of it, for a call of known sizes and options; None: they are one product.
+    the ranks. insisted: options that only `use` may give, and no table, since they restrict what
+    the caller may do with the result. surplus: a function of a call with known sizes and of its
+    options: how much longer its products take than one product of all rows, as a share of that
+    one's time; None: it has one product.
     """
 
     name: str
@@ -92,8 +94,8 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator. sizes: the names of what `measure(ranks, *shapes)` returns. check: raises
-    UserError for tensors of shapes that the operator refuses; called as `measure` is."""
+    """An operator. sizes: the names of the sizes that `measure(ranks, *shapes)` returns. check:
+    called as check(ranks, *tensors); raises UserError for tensors that the operator refuses."""
 
     name: str
     sizes: tuple[str, ...]
@@ -111,8 +113,8 @@ def define(
     measure: Callable[..., tuple[int, ...]],
     check: Callable[..., None],
 ) -> None:
-    """Declare an operator. measure(ranks, *shapes) gives its sizes from shapes of its arguments,
-    check(ranks, *tensors) refuses those that it cannot have."""
+    """Declare an operator. measure(ranks, *shapes) gives its sizes from its arguments' shapes;
+    check(ranks, *tensors) refuses tensors that it cannot take."""
     assert name not in OPERATORS, name
     OPERATORS[name] = Operator(name, sizes, measure, check)
 
@@ -138,9 +140,9 @@ def implement(
 
 
 def check_types(where: str, implementation: Implementation, options: Mapping[str, Any]) -> None:
-    """Raise UserError for a value that is not of its option's type, as what runs it declares it.
+    """Raise UserError for a value without its option's type, as the implementation declares it.
 
-    `where` begins the message. Options that the implementation does not have are left out.
+    where: begins the message. Options that the implementation does not have are ignored.
     """
     if not options:
         return

@@ -1,4 +1,4 @@
-"""Calls that come again with the same memory, as CUDA graphs.
+"""Calls that repeat with the same memory run as CUDA graphs.
 
 Eager calls keep the host busy: one that overlaps is a dozen kernels, copies and waits. But a
 training step asks the allocator for the same memory in the same order as the step before, so its
@@ -26,23 +26,23 @@ from ladder.comm import driver
 from ladder.comm.capture import no_collection
 from ladder.ops.streams import CudaStreams
 
-# Of torch.backends.cuda.matmul; older versions of torch do not have all.
+# Attributes of torch.backends.cuda.matmul; older versions of torch lack some of them.
 SETTINGS = (
     "allow_bf16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction_split_k",
     "allow_fp16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction_split_k",
     "allow_fp16_accumulation",
 )  # fmt: skip
-MOST = 512  # calls that are known, of a workspace
+MOST = 512  # calls that a workspace remembers
 
 Enqueue = Callable[[CudaStreams], object]
 Launch = Callable[[], object]
 
 
 def memory_of(tensors: Iterable[Tensor | None]) -> Hashable:
-    """What tells a call's memory from that of another.
+    """A key that tells the memory of one call from that of another.
 
-    Of an allocation that was freed a graph's copies know no more than that, and the driver crashes,
-    even where the next one has the same addresses. So an allocation is named by its number, too.
+    A graph's copies belong to their allocations. Once one is freed the driver crashes, even if the
+    next allocation has the same addresses. So the key also has the allocations' IDs.
     """
     found: list[Hashable] = []
     for each in tensors:
@@ -62,20 +62,20 @@ class Recorder:
         self.main = torch.cuda.Stream(device)
         self.streams = CudaStreams(device, self.main)
         self.pool = torch.cuda.graph_pool_handle()
-        self.first: torch.cuda.CUDAGraph | None = None  # kept, since its pool ends with all graphs
+        self.first: torch.cuda.CUDAGraph | None = None  # kept: the pool ends with its last graph
         self.lock = threading.Lock()
 
     def __call__(self, enqueue: Enqueue) -> Launch:
-        """What launches a graph of all that `enqueue` does, which must not allocate."""
+        """Capture all that `enqueue` does, which must not allocate; returns the graph's launch."""
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.current_blas_handle()  # this thread's may be new, and no capture can make it
+        torch.cuda.current_blas_handle()  # this thread may have none, and a capture cannot make it
         # torch.cuda.graph would wait for the device and empty the allocator's cache.
         with self.lock, no_collection(), torch.cuda.stream(self.main):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 enqueue(self.streams)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # what ends a broken capture says less
+                with contextlib.suppress(RuntimeError):  # the first error says more
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -94,11 +94,11 @@ def keeps_memory() -> bool:
 
 @functools.cache
 def recorder(device: torch.device, stream: int) -> Recorder | None:
-    """That of all workspaces of a device and stream, whose graphs run one after the other: they
-    share cuBLAS's workspace.
+    """The recorder of all workspaces of a device and stream. Their graphs run one after the other,
+    so they share cuBLAS's workspace.
 
-    None: calls are always enqueued. So they are where the allocator changes the memory behind an
-    address, of which the driver has no number (expandable_segments), or is not torch's own.
+    None: calls are always enqueued, since the allocator can change the memory behind an address
+    (expandable_segments), for which the driver has no ID, or is not torch's own.
     """
     if not keeps_memory():
         return None
@@ -107,13 +107,13 @@ def recorder(device: torch.device, stream: int) -> Recorder | None:
 
 
 def settings() -> Hashable:
-    """What of torch's settings cuBLAS's kernels depend on, but for those of float32."""
+    """The settings of torch on which cuBLAS's kernels depend, but for those of float32."""
     chosen = torch.backends.cuda.preferred_blas_library()
     return chosen, *(getattr(torch.backends.cuda.matmul, each, None) for each in SETTINGS)
 
 
 class Replays:
-    """The calls of a workspace. record: see `Recorder`."""
+    """The calls of a workspace, and the graphs of those that repeat. record: see `Recorder`."""
 
     def __init__(self, record: Callable[[Enqueue], Launch]) -> None:
         self.record = record
@@ -122,7 +122,7 @@ class Replays:
     def run(self, key: Hashable, enqueue: Enqueue, streams: CudaStreams) -> None:
         """Do what `enqueue` does on `streams`, or launch the graph of it.
 
-        key: all that it depends on, its memory among it.
+        key: all that the call depends on, including its memory.
         """
         if key not in self.known:
             enqueue(streams)

@@ -1,10 +1,10 @@
 """Products that add what has arrived: a reduce-scatter without a sum of its own.
 
 A chunk of rows travels from rank to rank + 1, and each rank's product is added to it by cuBLAS, on
-the way from the registers to memory. So no kernel reads the partials again, but each rank rounds
-the sum, and adds in the order of the ring: it starts behind the row's owner and ends at it. That is
-the same in all runs and on all ranks, and not what `staged` adds, so that groups must allow it
-(`ladder.ops.allow_any_order`). The steps are those of `ladder.ops.schedules.ring`.
+the way from the registers to memory. So no kernel reads the partials again. But each rank rounds
+the sum, and the order is that of the ring, which starts behind the row's owner and ends at it. This
+order is the same in all runs and on all ranks, but it is not that of `staged`, so groups must allow
+it (`ladder.ops.allow_any_order`). The steps are those of `ladder.ops.schedules.ring`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def ring_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int,
     blocks: int = 2, ratio: int = 1, streams: int = 1,
 ) -> Tensor:  # fmt: skip
-    """blocks, ratio, streams: as of `chunked` all-reduces; a block arrives under other products."""
+    """blocks, ratio, streams: as in `chunked` all-reduces; a block arrives under other products."""
     check_streams(streams)
     rows = rows_first(A, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
@@ -55,7 +55,7 @@ def ring_matmul_all_reduce(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None, blocks: int = 2,
     ratio: int = 1, streams: int = 1,
 ) -> Tensor:  # fmt: skip
-    """blocks, ratio, streams: as of `chunked`. The sums go to all ranks as in it."""
+    """blocks, ratio, streams: as in `chunked`. The sums go to all ranks as they do there."""
     check_streams(streams)
     rows = A.flatten(0, -2)
     space = workspace.workspace(group, "matmul_all_reduce", rows.device)
@@ -85,13 +85,14 @@ def _steps(
 ) -> dict[str, Callable[[int], object]]:  # fmt: skip
     """The actions `product`, `copy` and `fetch` of the ring.
 
-    rows, addend: those of a block and an owner. out: the memory of this rank's sums of a block.
-    begun: of what travels from here, as high as a slot. scale: of the sums.
+    rows, addend: give the rows of a block and an owner. out: gives the memory of this rank's sums
+    of a block. begun: memory of the chunks that begin here, as high as a slot. scale: factor on the
+    sums.
     """
     world, blocks = cut.world, len(cut.starts) - 1
 
     def at(number: int) -> tuple[int, int, int, Tensor]:
-        """The step, block and owner, and where what travels is on this rank, and then the sum."""
+        """The step, block, owner, and memory of the travelling chunk, or of the sum at its end."""
         step, block = divmod(number, blocks)
         owner = (rank - 1 - step) % world
         if step == world - 1:

@@ -55,8 +55,8 @@ def others(rank: int, world: int, step: int = 1) -> list[int]:
 
 
 def _way(rank: int, peer: int, world: int) -> Stream:
-    """The stream of the copies to a peer: what one peer waits for does not hold up another's, but
-    among more than four ranks, where peers share streams."""
+    """The stream of the copies to a peer. Each peer has its own, so that none holds up another;
+    with more than four ranks peers share streams."""
     return COPIES[((peer - rank) % world - 1) % len(COPIES)]
 
 
@@ -69,7 +69,7 @@ def _send(
     rank: int, peer: int, chunk: int, flag: int, first: bool = True, action: str = "copy",
     stream: Stream = "copies",
 ) -> list[Step]:  # fmt: skip
-    """The stream moves a chunk into the slot on `peer`. first: its first chunk for it."""
+    """The stream moves a chunk into the slot on `peer`. first: it is the peer's first chunk."""
     free = Word(rank, "free", peer)
     steps: list[Step] = [Await(stream, free), Put(stream, free, 0)] if first else []
     steps += [Work(stream, action, chunk), Put(stream, Word(peer, "arrived", flag), 1)]
@@ -83,7 +83,7 @@ def _take(rank: int, flags: list[int], stream: Stream = "main") -> list[Step]:
 
 
 def _sum(rank: int, flags: list[int], waiting: bool) -> list[Step]:
-    """The slots are added when these pieces have arrived. waiting: for which `sum` itself waits."""
+    """The slots are added when these pieces have arrived. waiting: `sum` itself waits."""
     if not waiting:
         return [*_take(rank, flags), Work("main", "sum", rank)]
     words = tuple(Word(rank, "arrived", flag) for flag in flags)
@@ -96,7 +96,7 @@ def _fork(streams: int) -> list[Step]:
 
 
 def _join(streams: int) -> list[Step]:
-    """The main stream has what the second one has computed."""
+    """The main stream waits for what the second one computes."""
     return [Record("second", "computed"), Follow("main", "computed")] if streams > 1 else []
 
 
@@ -113,7 +113,7 @@ def _release(
 
 
 def _sent(ways: Sequence[Stream]) -> list[Step]:
-    """The main stream has what these streams have sent."""
+    """The main stream waits for what these streams send."""
     ends: list[Step] = []
     for way in ways:
         ends += [Record(way, f"sent by {way}"), Follow("main", f"sent by {way}")]
@@ -124,11 +124,11 @@ def _free(rank: int, world: int) -> list[Step]:
     return [Put("main", Word(q, "free", rank), 1) for q in others(rank, world)]
 
 
-@functools.cache  # a call's schedule is the last call's
+@functools.cache  # later calls have the same schedule
 def all_gather(
     rank: int, world: int, waiting: bool = False, streams: int = 1, keeps: bool = False
 ) -> Schedule:
-    """Each rank's shard to all peers, and the product of each as soon as it is there.
+    """Each rank's shard goes to all peers, and is multiplied there as soon as it has arrived.
 
     The rank's own shard is first, then those of rank + 1, rank + 2, ...; so a rank sends to
     rank - 1 first, which needs it first. Actions: `copy` q sends this rank's shard to rank q,
@@ -174,8 +174,8 @@ def reduce_scatter(
     beside the last tiles of the next block's product. waiting: `sum` waits for the slots by itself;
     for one block. pairs: `both` c is the product of chunks c and c + 1, of ranks 2i and 2i + 1, if
     both are peers: two products of few rows take longer than one of both. For one block. beside:
-    `beside` is what needs nothing of other ranks, behind the last product; for one block, and
-    streams are of the sum alone, which may run in its midst.
+    the action `beside` runs behind the last product and needs nothing of other ranks. For one
+    block; `streams` is then for the sum alone, which may run in the midst of `beside`.
     """
     groups, ways = _groups(rank, world, pairs), _ways(world)
     if beside:
@@ -324,9 +324,9 @@ def _spread(
     rank: int, world: int, block: int, flags: int, lane: Stream, said: bool = True,
     action: str = "spread", first: bool = False,
 ) -> list[Step]:  # fmt: skip
-    """This rank's sums of a block, which the lane has made, to all peers. flags: the first one.
+    """Send this rank's sums of a block, made by `lane`, to all peers. flags: the first flag.
 
-    said: peers are told. action, first: see `_send`; `copy`: each peer's chunk, and not the sums.
+    said: peers are told. action, first: see `_send`; `copy` sends each peer's chunk, not the sums.
     The main stream waits for the copies at the end, and so for the lane.
     """
     ready, flag = f"{action} {block}", flags + block * world + rank
@@ -340,7 +340,7 @@ def _spread(
 
 
 def _collect(rank: int, world: int, block: int, flags: int) -> list[Step]:
-    """The peers' sums of a block, which `_spread` has sent, to where they belong, as they come."""
+    """Move the peers' sums of a block, sent by `_spread`, to their places as they arrive."""
     steps: list[Step] = []
     for peer in others(rank, world, -1):
         chunk, way = block * world + peer, _way(rank, peer, world)

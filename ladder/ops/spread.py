@@ -1,11 +1,11 @@
 """Products whose sum every rank gets, overlapped: reduce-scatter and all-gather by blocks of rows.
 
 The rows are in `blocks`, and each block in a chunk for each rank. While cuBLAS computes the next
-chunks, copy engines push those of the peers to their owners; each owner then computes its own, adds
-each chunk, in rank order, or lands it, once for all ranks, and copy engines push that to the others
-under the next products. The last block's is exposed: with one block, all of it. There `push` has
-one kernel add, send and receive (`ladder.comm.two_shot`), which takes less than a kernel, a copy
-engine and a copy. The steps are those of `ladder.ops.schedules.all_reduce`.
+chunks, copy engines push the peers' chunks to their owners. Each owner then computes its own part,
+and adds its chunk in rank order, or lands it, once for all ranks. Copy engines push the result to
+the others under the next products. The exchange of the last block is exposed: with one block, all
+of it. There `push` lets one kernel add, send and receive (`ladder.comm.two_shot`), which takes less
+than a kernel, a copy engine and a copy. The steps are those of `ladder.ops.schedules.all_reduce`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def chunked_matmul_all_reduce(
 ) -> Tensor:  # fmt: skip
     """blocks: of rows, whose sums are sent while later ones are computed; ratio: see `Blocks`.
 
-    streams: as of `ladder.ops.overlapped.chunked_all_gather_matmul`. push: of the last block's sums
-    by a kernel, if a row of them is whole words of 32 bits, and all are no more than 2 GiB.
+    streams: as of `ladder.ops.overlapped.chunked_all_gather_matmul`. push: a kernel sends the last
+    block's sums, if a row of them is whole words of 32 bits, and all are no more than 2 GiB.
     """
     check_switch("push", push)
     rows = A.flatten(0, -2)
@@ -77,11 +77,11 @@ def _spread(
     options: tuple[int, int, int],
     addend: Tensor | None = None, push: bool = False,
 ) -> None:  # fmt: skip
-    """Fill `outs`, each [m, n], on all ranks: `finish` puts there what this rank's rows give.
+    """Fill `outs`, each [m, n], on all ranks; `finish` computes this rank's rows of them.
 
-    finish: called with this rank's slots of some rows [T, rows, n], and which rows these are. uses:
-    its memory and numbers beside `outs`.
-    options: blocks, ratio, streams. push: the last block of the one output by a kernel.
+    finish: called with this rank's slots of some rows [T, rows, n], and the slice of these rows.
+    uses: its memory and numbers beside `outs`. options: blocks, ratio, streams. push: the last
+    block of the one output by a kernel.
     """
     (blocks, ratio, streams), (memory, numbers) = options, uses
     check_streams(streams)

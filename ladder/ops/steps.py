@@ -1,4 +1,4 @@
-"""The steps of a schedule, as plain data: what a rank's CUDA streams do, and by what they meet.
+"""The steps of a schedule, as plain data: what a rank's CUDA streams do, and how they synchronise.
 
 What they mean together is in `ladder.ops.schedules`.
 """
@@ -79,7 +79,7 @@ Schedule = tuple[Step, ...]
 
 
 def jobs(schedule: Schedule) -> list[tuple[Step, ...]]:
-    """What the host enqueues, job by job: words that follow each other in a stream are one."""
+    """What the host enqueues, job by job: consecutive words of a stream are one job."""
 
     def kind(step: Step) -> object:
         return step.stream if isinstance(step, Await | Put) else id(step)

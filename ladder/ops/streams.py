@@ -11,7 +11,7 @@ from ladder.ops.steps import Stream
 
 
 class CudaStreams:
-    """The current stream, and those beside it that schedules name, made when they first do."""
+    """The current stream, and the others that schedules name, each made on first use."""
 
     def __init__(self, device: torch.device, main: torch.cuda.Stream | None = None) -> None:
         """main: in place of the current stream."""
@@ -30,7 +30,7 @@ class CudaStreams:
             torch.cuda.set_device(self.callers)
 
     def enter(self, stream: Stream) -> None:
-        """What follows is enqueued on this stream, which is current now, as is its device."""
+        """Make this stream and its device current: what follows is enqueued on it."""
         if stream not in self.by_name:
             self.by_name[stream] = torch.cuda.Stream(self.device)
         self.now = self.by_name[stream]

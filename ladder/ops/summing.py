@@ -1,4 +1,4 @@
-"""Products that add what the peers have computed of this rank's rows, tile by tile: no sum follows.
+"""Products that add the peers' partials of this rank's rows, tile by tile: no sum follows.
 
 One persistent product computes the peers' rows first; its tiles count themselves, and copy engines
 send full blocks of them. This rank's own tiles come last: each waits for the peers' partials of its
@@ -34,7 +34,7 @@ PIECES = {SCATTER: 2, EVERYWHERE: 4}
 
 
 def even_refusal(call: Call) -> str | None:
-    """Each rank sums as many rows."""
+    """The ranks must share the rows evenly, since each sums as many."""
     if call.exact and call.exact[0] % call.ranks:
         return f"{call.ranks} ranks do not share {call.exact[0]} rows evenly"
     return kernel_refusal(call)
@@ -46,7 +46,7 @@ def summing_matmul_reduce_scatter(
     tile: str | None = None, stages: int | None = None, pieces: int = PIECES[SCATTER],
     group_m: int = GROUP,
 ) -> Tensor:  # fmt: skip
-    """pieces: the copies of each peer's rows, fewer if one had less than group_m rows of tiles."""
+    """pieces: copies of each peer's rows; fewer if one had less than group_m rows of tiles."""
     rows = rows_first(A, scatter_dim)
     space = workspace.workspace(group, SCATTER, A.device)
     out = rows.new_empty(len(rows) // space.world, B.shape[1])
@@ -61,7 +61,7 @@ def summing_matmul_all_reduce(
     tile: str | None = None, stages: int | None = None, pieces: int = PIECES[EVERYWHERE],
     group_m: int = GROUP,
 ) -> Tensor:  # fmt: skip
-    """pieces: as of the reduce-scatter, and of this rank's sums."""
+    """pieces: the copies of each peer's rows, as in the reduce-scatter, and of this rank's sums."""
     rows = A.flatten(0, -2)
     space = workspace.workspace(group, EVERYWHERE, A.device)
     out = rows.new_empty(len(rows), B.shape[1])
@@ -81,7 +81,7 @@ def _add(
     space: workspace.Workspace, rows: Tensor, B: Tensor, out: Tensor, tiling: Tiling, pieces: int,
     average: bool = False, spread: bool = False, addend: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Put the sum of the ranks' rows @ B into `out`: of this rank's rows, or, `spread`, of all."""
+    """Put the sum of the ranks' rows @ B into `out`: this rank's rows, or all with `spread`."""
     n, world, rank = B.shape[1], space.world, space.rank
     shard = len(rows) // world
     height = 2 * shard if spread else shard  # of a slot: partials, then a rank's sums

@@ -9,13 +9,14 @@ A table is a JSON list of entries:
 device: the name of a GPU, or "cpu". sizes: those of the operator, in the order of `define`, each
 rounded up to a power of two: an entry is for the calls in that bucket, see below. mode: "captured"
 for calls in a CUDA graph, where none waits for the host, or "eager" (`ladder.comm.capture`). order:
-"ranks" (the default of an entry), or "any" for calls that allow it, which it is then the first
-choice for. options: keyword arguments of the implementation (tile shapes, chunks). table.json,
-beside this file, has the measurements so far. A file of the user, named by the environment variable
+"ranks" (the default of an entry), or "any" for calls that allow any order; these take such an entry
+first. options: keyword arguments of the implementation (tile shapes, chunks). table.json, beside
+this file, has the measurements so far. A file of the user, named by the environment variable
 LADDER_OPS_TABLE, takes precedence.
 
-An entry may also have the sizes at which it was measured, and what the host may take to enqueue a
-call, in microseconds; `ladder.ops.between` says which other calls of the bucket it is then for:
+An entry may also have the sizes at which it was measured, and the time in microseconds that the
+host may take to enqueue a call; `ladder.ops.between` says for which other calls of the bucket it
+then holds:
 
     "measured": [{"sizes": [4000, 12288, 16384], "us": 3665.5, "instead_us": 3847.6}],
     "host_us": 420.5

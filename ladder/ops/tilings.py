@@ -1,4 +1,4 @@
-"""The options of products by our own tiles: their shape, and the order in which they come."""
+"""The options of products by our own kernel: the shape of its tiles, and their order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ORDERED = (*TILING, "group_m")
 
 
 def tiling_of(tile: str | None, stages: int | None, group_m: int = GROUP) -> Tiling:
-    """The options of a table. tile: rows x columns x depth, such as 128x256x64.
+    """A Tiling from a table's options. tile: rows x columns x depth, such as 128x256x64.
 
     group_m: rows of tiles, see `Tiling`.
     """

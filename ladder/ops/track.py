@@ -82,7 +82,7 @@ def dma_map(
 
 @dataclass(frozen=True)
 class Copy:
-    """What moves a full block: to `positions` of `peer`, whose flag `flag` is set afterwards."""
+    """The copy of a full block to `positions` of `peer`, whose flag `flag` is set afterwards."""
 
     peer: int
     op: Op
@@ -168,7 +168,7 @@ class TrackMap:
 
     @cached_property
     def slot_starts(self) -> tuple[int, ...]:
-        """The position of each slot's first tile, and that behind the last slot."""
+        """The position of each slot's first tile, and the position behind the last slot."""
         return tuple(accumulate(self.slots, initial=self.tiles))
 
     def positions(self, place: int) -> tuple[int, ...]:
@@ -197,7 +197,7 @@ class TrackMap:
         return place < len(self.chunks) and (own is None or own.dma)
 
     def updates(self, rank: int, place: int) -> int:
-        """The updates of each tile of a place, all told."""
+        """The number of updates of each tile of a place."""
         return self.keeps(rank, place) + len(self._arrivals.get((rank, place), ()))
 
     # ---- validation
@@ -281,7 +281,8 @@ class TrackMap:
                 )
 
     def _check_copies(self) -> None:
-        """Every copy can start, when each waits for those of its flags and for its rank's last."""
+        """Raise UserError unless every copy, which waits for its flags and the one before, can
+        start."""
         after: dict[tuple[int, int], list[tuple[int, int]]] = {}
         waits: dict[tuple[int, int], int] = {}
         senders = {

@@ -26,10 +26,10 @@ class Fired:
 class Execution:
     """Ranks that compute their tiles and copy their full blocks, in an order that `pick` chooses.
 
-    products: of each rank, the value of each tile, anything that adds up. pick: of n that can go
-    on, the number of the one that does. one_stream: a rank's copies run one after the other, as on
-    one CUDA stream; otherwise each as soon as it can. After `run`: memory: by rank and position;
-    fired: in order.
+    products: for each rank, the value of each tile, of any type that can be added. pick: given how
+    many can go on, the index of the one that does. one_stream: a rank's copies run one after the
+    other, as on one CUDA stream; otherwise each as soon as it can. After `run`: memory: by rank and
+    position; fired: in order.
 
     A tile is written, and only later counted; a copy moves tile by tile, and only later sets its
     flag: anything may happen between.
@@ -77,7 +77,7 @@ class Execution:
         return self
 
     def _full(self, rank: int, n: int) -> bool:
-        """Equal, not at least: beyond it, a CUDA stream that comes late would wait for ever."""
+        """Whether a block is full. Equal, not at least: a late CUDA stream would wait for ever."""
         full = self.counters[rank][n] == self.counts[rank][n]
         return full and self.flags[rank].issuperset(self.programs[rank].blocks[n].flags)
 

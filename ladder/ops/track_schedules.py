@@ -1,4 +1,4 @@
-"""The schedules of products whose tiles count themselves: as those of `ladder.ops.schedules`."""
+"""The schedules of products whose tiles count themselves; `ladder.ops.schedules` has the rules."""
 
 from __future__ import annotations
 

@@ -44,14 +44,14 @@ class Workspace:
     """Slots and words on every rank of a group, for one operator on one stream."""
 
     def __init__(self, group: dist.ProcessGroup, op: str, device: torch.device) -> None:
-        self._group = ref(group)  # its workspaces end with it
+        self._group = ref(group)  # workspaces end with their group
         self.op, self.device = op, device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.calls = 0
         self.streams = CudaStreams(device)
         # What is made once for a shape: tables for kernels. They are made outside captures, too.
         self.made: dict[Hashable, Any] = {}
-        # By schedule, which is kept so that its id stays its own, and set, and the streams' id.
+        # By the ids of schedule and streams, and the set; keeping the schedule keeps its id unique.
         self._plans: dict[Hashable, tuple[Schedule, list[tuple[Stream, list[Job]]]]] = {}
         self._slots: list[SymmetricTensor] = []
         self._views: dict[Hashable, Tensor] = {}  # of the newest slots
@@ -109,7 +109,7 @@ class Workspace:
     ) -> Tensor:  # fmt: skip
         """The slots [T, *shape] of a rank, by sender.
 
-        Each slot begins at a multiple of 16 bytes; dense: or right behind the one before.
+        Each slot begins at a multiple of 16 bytes, or with `dense` right behind the one before.
         """
         key = rank, chosen, shape, dtype, dense
         if key not in self._views:  # views take the host tens of microseconds
@@ -126,7 +126,7 @@ class Workspace:
     def begin(
         self, shape: tuple[int, int], dtype: torch.dtype, dense: bool = False
     ) -> tuple[int, list[Tensor]]:
-        """The set of a new call, and each rank's slots [T, *shape] of it, which fit such a shape.
+        """The set of a new call, and each rank's slots [T, *shape] in it, made larger if needed.
 
         All ranks call it with the same shape and type. dense: see `slots`.
         """
@@ -140,7 +140,8 @@ class Workspace:
         return memory[chosen, KINDS.index(word.kind), word.index].data_ptr()
 
     def tables(self, kind: Kind) -> tuple[tuple[Tensor, Tensor], ...]:
-        """By set: the addresses of each rank's slots, and of its words of a kind, for kernels."""
+        """For each set, for kernels: the addresses of the ranks' slots, and of their words of a
+        kind."""
         place, slots = KINDS.index(kind), self._slots[-1]
 
         def table(memory: list[Tensor]) -> Tensor:
@@ -167,8 +168,8 @@ class Workspace:
         """Enqueue a call. Words that follow each other in a stream are one memory operation.
 
         memory, numbers: all that the actions use beside slots and words; a call that comes again
-        with the same is launched as a CUDA graph (`ladder.ops.replay`). Products in float32, of
-        which not every torch can say how precise they are, are always enqueued, and so are runs
+        with the same is launched as a CUDA graph (`ladder.ops.replay`). Two kinds are always
+        enqueued: products in float32, since not every torch can say how precise they are, and runs
         before a capture, which come once or twice.
         """
         enqueue, replays = partial(self._enqueue, schedule, chosen, actions), self.replays
@@ -199,7 +200,7 @@ class Workspace:
     def _plan(
         self, streams: CudaStreams, schedule: Schedule, chosen: int
     ) -> list[tuple[Stream, list[Job]]]:
-        """What the host does for a call, stream by stream."""
+        """The host's work for a call, stream by stream."""
 
         planned: list[tuple[Stream, Job]] = []
         for steps in jobs(schedule):

@@ -44,7 +44,7 @@ from ladder.parallel.refusals import sharded_refusal
 from ladder.parallel.sharding import shard_model
 
 aten = torch.ops.aten
-MOST_FACTORS = 16  # of own partials, in a plan whose landings are compiled
+MOST_FACTORS = 16  # distinct factors of own partials up to which landings are compiled
 # The operations whose results selective checkpointing keeps. The others are elementwise, so cheap.
 KEPT = (
     aten.mm.default,
@@ -54,7 +54,7 @@ KEPT = (
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
-# Of operators that are registered on first use: see ladder.models.documents, ladder.parallel.fused.
+# Operators registered on first use, so by name: ladder.models.documents, ladder.parallel.fused.
 KEPT_NAMES = (
     "torch_attn::_varlen_attn",
     "ladder::all_gather_matmul",
@@ -79,8 +79,8 @@ def make_model(
     sequence_parallel: shards the residual by tokens over the TP ranks. activation_checkpointing:
     a name in CHECKPOINTING: `full` keeps a sublayer's input and recomputes the rest in the backward
     pass, `selective` also keeps the results of matrix products and attention. compile: compile each
-    sublayer, landing and norm. reducer: see `choose`; or a class, for benchmarks. shape: of
-    steps of one pass, [sequences, tokens of each] of a data-parallel rank, for reducer="auto".
+    sublayer, landing and norm. reducer: see `choose`; or a class, for benchmarks. shape: for
+    reducer="auto": [sequences, tokens of each] of a data-parallel rank, if a step is one pass.
 
     Raises UserError if the plan, or the lack of TP, does not allow sequence parallelism, and if the
     reducer cannot train.
@@ -94,7 +94,7 @@ def make_model(
         check_sequence_parallel(config, processes)
     if isinstance(reducer, str):
         overlaps: Callable[[int], bool] | None = None
-        # With data parallelism operators were not timed, and with a second forward pass not faster.
+        # Operators: not timed with data parallelism, and not faster with a second forward pass.
         once = not shares and activation_checkpointing != "full"
         if tp is not None and device.type == "cuda" and once:
             overlaps = _overlaps(config, device, compute_dtype, tp.get_group())
@@ -128,8 +128,8 @@ def make_model(
 def _overlaps(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> Callable[[int], bool]:
-    """Of a training pass's tokens: whether fused operators overlap, and the host keeps up with
-    them, on all ranks, which must ask together."""
+    """A function of a training pass's number of tokens: whether fused operators overlap, and the
+    host keeps up with them, on all ranks. All ranks must call it together."""
     found = Overlap(config, device_name(device), group.size(), dtype, group, training=True)
 
     def overlaps(tokens: int) -> bool:
@@ -154,7 +154,7 @@ def check_sequence_parallel(config: ModelConfig, tp: int) -> None:
 
 
 def _ranks(config: ModelConfig, processes: int) -> Ranks:
-    """The ranks of the first process; one is held where T is below `processes`, refused later."""
+    """The ranks of process 0: at least one, since T below `processes` is refused only later."""
     held = max(1, (config.tp_degree or processes) // processes)
     return Ranks(processes * held, 0, held)
 
@@ -191,10 +191,10 @@ def _compiled_losses() -> LossFunctions:
 
 
 def _compiled_add_norm(config: ModelConfig) -> AddNorm:
-    """`add_norm`, compiled: with virtual ranks, most of a step's bytes are those of landings.
+    """`add_norm`, compiled: with virtual ranks, landings move most of a step's bytes.
 
     Norms that are not the model's own (another class, eps or hooks) run uncompiled. So do all
-    landings of plans with many factors, each of which would be compiled anew.
+    landings of a plan with many factors, since each factor would be compiled anew.
     """
     bare = RMSNorm(config.hidden_size, config.norm_eps)
     if len({each.own for read in config.plan.landings for each in read}) > MOST_FACTORS:
@@ -248,7 +248,7 @@ def _compiled(
 
 
 def _on_local_parameters(sublayer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of `forward` with plain tensors, since compiled code cannot take DTensors."""
+    """Calls `forward` with plain tensors, since compiled code cannot take DTensors."""
 
     # The attributes are found once, to save host time: FSDP2 replaces the parameters in them.
     found = [

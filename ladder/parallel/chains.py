@@ -1,7 +1,7 @@
 """The two streams of a decode step in a CUDA graph, on which sublayers run beside each other.
 
-The kernels of one token are short, and between two that need each other the memory has nothing to
-do: a kernel starts, waits for its input, and ends. Where a plan lags, sublayer n needs nothing of
+The kernels of one token are short. Between two dependent kernels the memory is idle, while one
+ends, and the next starts and waits for its input. Where a plan lags, sublayer n needs nothing of
 sublayer n - 1, so its kernels fill these gaps. Attention, which reads little, runs beside an MLP,
 which reads the most.
 """
@@ -13,17 +13,18 @@ from typing import Any, Protocol
 
 from ladder.models.plan import Plan
 
-# Sequences up to which attention and MLP of one sublayer run beside each other. On one H200 that
-# took 2 (bfloat16) and 8 % (fp8) less of 16, and 0.5 and 3 % more of 64 (benchmarks/results); what
-# lies between was not measured, but from 33 on tiles are those of 64.
+# The most sequences for which attention and MLP of one sublayer run beside each other. On one H200,
+# steps of 16 sequences then took 2 % (bfloat16) and 8 % (fp8) less time, and steps of 64 took 0.5 %
+# and 3 % more (benchmarks/results). Sizes between were not measured, but from 33 on the tiles are
+# those of 64.
 MOST_BRANCHED = 32
 
-End = tuple[int, Any]  # the stream that something is on, and the event of its end
+End = tuple[int, Any]  # the stream that some work is on, and the event of its end
 
 
 def overlaps(plan: Plan, rows: int) -> tuple[bool, ...]:
-    """Whether each sublayer of a step of so many sequences runs beside another one, or parts of it
-    beside each other."""
+    """For each sublayer of a step of `rows` sequences: whether it runs beside another sublayer, or
+    its parts run beside each other."""
     after = (*plan.beside[1:], False)
     kinds = (record.kind for record in plan.sublayers)
     return tuple(
@@ -33,7 +34,7 @@ def overlaps(plan: Plan, rows: int) -> tuple[bool, ...]:
 
 
 class Stream(Protocol):
-    """What is used of a stream: torch's, or one of predictions, which have no need of torch."""
+    """What is needed of a stream: torch's, or one of predictions, which run without torch."""
 
     def record_event(self) -> Any: ...
 
@@ -44,9 +45,9 @@ class Chains:
     """Which stream each sublayer of a pass runs on, and what streams wait for.
 
     At most two sublayers run at once: before sublayer n begins, n - 2 has ended, and n - 1 has read
-    its input. What both streams read (residuals, partials of a group) is to be held until two more
-    sublayers are launched: then the stream that has allocated it waits for all its readers before
-    it can use that memory again.
+    its input. The caller must hold what both streams read (residuals, partials of a group) until
+    two more sublayers are launched. From then on the stream that allocated it waits for all its
+    readers before it can use that memory again.
 
     streams: the current one, and another; empty: all runs on the current one. switch: makes one of
     them current.
@@ -56,12 +57,12 @@ class Chains:
         self, streams: Sequence[Stream] = (), switch: Callable[[Any], object] = lambda stream: None
     ) -> None:
         self.streams, self.switch = streams, switch
-        self.place = self.home = 0  # the current stream, and that of the sublayer
-        self.landed: list[End] = []  # that of the newest read
-        self.ends: list[End] = []  # of each sublayer
+        self.place = self.home = 0  # indices of the current stream, and of the sublayer's
+        self.landed: list[End] = []  # the end of the newest read
+        self.ends: list[End] = []  # the end of each sublayer
 
     def turn(self, beside: bool) -> None:
-        """Begin the next sublayer. beside: it needs nothing of the newest one."""
+        """Begin the next sublayer. beside: it needs nothing of the newest sublayer."""
         if not self.streams:
             return
         self._go(1 - self.home if beside else self.home)
@@ -69,7 +70,7 @@ class Chains:
         self._wait(self.landed + self.ends[-2:-1])
 
     def read(self) -> None:
-        """The input of the sublayer is there."""
+        """Note that the input of the sublayer is ready."""
         if self.streams:
             self.landed = [self._now()]
 
@@ -80,7 +81,7 @@ class Chains:
             self._wait(self.landed)
 
     def merge(self) -> None:
-        """Go on when both parts have ended."""
+        """Continue when both parts have ended."""
         if self.place != self.home:
             end = self._now()
             self._go(self.home)
@@ -91,13 +92,13 @@ class Chains:
         self._wait(self.ends[-1:])
 
     def end(self) -> None:
-        """The sublayer has ended."""
+        """Note that the sublayer has ended."""
         assert self.place == self.home, "a part has not been merged"
         if self.streams:
             self.ends.append(self._now())
 
     def join(self) -> None:
-        """Go on, on the first stream, when all sublayers have ended."""
+        """Continue on the first stream when all sublayers have ended."""
         if self.streams:
             self._go(0)
             self.home = 0
@@ -112,8 +113,9 @@ class Chains:
         return self.place, self.streams[self.place].record_event()
 
     def _wait(self, ends: Sequence[End]) -> None:
-        """Not for those of its own stream, though they are in order: a kernel of a graph that
-        waits for two others starts some 2 microseconds later."""
+        """Make the current stream wait for ends on the other one. Ends on its own are left out:
+        they are in order anyway, and a kernel in a graph starts some 2 microseconds later if it
+        waits for two others."""
         for place, event in ends:
             if place != self.place:
                 self.streams[self.place].wait_event(event)

@@ -28,12 +28,12 @@ OVERLAPS = "the operators' table overlaps their products"
 class Capabilities:
     """A reducer and its capabilities.
 
-    where: "module:class", of `ladder.parallel` if it begins with a dot; imported where `make` is
-    asked for. base: whether it can be a model's own reducer, made from ranks and a group; other
+    where: "module:class", relative to `ladder.parallel` if it begins with a dot; imported by
+    `make`. base: whether it can be a model's own reducer, made from ranks and a group; other
     reducers are for some passes of a model with a base. backward: it has gradients. peer_memory: it
     needs access to the peers' memory. shards_residual: each rank holds the residual of its own
-    tokens only. virtual_ranks: a process may hold several ranks. rounds: its sums of prompts are
-    not those of the others. kind: of the 8 bits to which it rounds.
+    tokens only. virtual_ranks: a process may hold several ranks. rounds: it rounds the messages of
+    prompts, so their sums differ. kind: the 8-bit type of these messages.
     """
 
     where: str
@@ -47,7 +47,7 @@ class Capabilities:
 
     @property
     def make(self) -> Any:
-        """The class, which makes one from ranks and a group."""
+        """The class, which makes a reducer from ranks and a group."""
         module, name = self.where.split(":")
         found = getattr(import_module(module, "ladder.parallel"), name)
         return functools.partial(found, kind=self.kind) if self.kind else found
@@ -72,7 +72,7 @@ REDUCERS = {
 }
 TRAINING = tuple(name for name, each in REDUCERS.items() if each.base and each.backward)
 ROUNDING = tuple(name for name, each in REDUCERS.items() if each.rounds)
-# `fused` is for prompts: a model's own reducer is then that of `auto` (see `inference_base`).
+# `fused` is for prompts: the model's own reducer is then the one of `auto` (`inference_base`).
 INFERENCE = (
     *(n for n, each in REDUCERS.items() if each.base and not each.shards_residual),
     "fused",
@@ -108,8 +108,8 @@ def choose(
     phase: one of PHASES. token_bytes: the size of one token's partial. table: the dispatch table of
     this GPU and number of ranks; None: the ranks have no access to each other's memory. base: the
     requested reducer. sequence_parallel: whether training shards the residual by tokens. overlaps:
-    whether exchanges of a pass of so many tokens can run beneath the products around them
-    (`ladder.parallel.overlap`); None: not.
+    a function of a pass's number of tokens: whether its exchanges can run beneath the products
+    around them (`ladder.parallel.overlap`); None: they cannot.
     Raises UserError if the phase, the plan or the ranks do not allow `base`.
     """
     if phase not in PHASES:
@@ -148,7 +148,7 @@ def choose(
 
 
 def _exchanges_alike(plan: Plan) -> bool:
-    """Whether every sublayer gathers what it reads and scatters what it writes, as `standard`'s:
+    """Whether every sublayer gathers what it reads and scatters what it writes, as in `standard`:
     only prompts and steps of such plans have been measured."""
     return all(plan.blocking) and all(each.kind != "attention+mlp" for each in plan.sublayers)
 
@@ -161,9 +161,9 @@ def _transport(
 
 
 def training_reducer(reducer: str, sequence_parallel: bool) -> str:
-    """The base of a model for training: `reducer`, or for "auto" the one that fits.
+    """The reducer of a model in training: `reducer`, or for "auto" the one that fits.
 
-    Raises UserError if it has no backward pass, or does not fit `sequence_parallel`.
+    Raises UserError if `reducer` has no backward pass, or does not fit `sequence_parallel`.
     """
     check_name("train", reducer)
     fitting = [name for name in TRAINING if REDUCERS[name].shards_residual == sequence_parallel]
@@ -220,7 +220,8 @@ def inference_base(reducer: str, processes: int) -> str:
 
 
 def pick_reducer(processes: int) -> str:
-    """The fastest base for inference here: `push` if all ranks can run it, else `async`.
+    """The fastest reducer of a model's own for inference on this machine: `push` if all ranks can
+    run it, else `async`.
 
     All ranks must call this.
     """

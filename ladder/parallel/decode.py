@@ -5,10 +5,10 @@ residual before its norm, with the sums of its squares. `row` returns, and `writ
 `Product`: a matmul that has not run yet, since only `write` knows the target of its result.
 
 A product pushes its result, and a landing is a kernel of its own. In a CUDA graph, sublayers that
-need nothing of each other run beside each other, so that no kernel but its sublayer's waits for a
-landing (`ladder.parallel.chains`). A product that keeps its own part beside the sum of its group
-pushes that sum. The sum lands on the base, and a kernel after it adds the own parts that the base
-lacks.
+need nothing of each other run beside each other, so that only the kernels of its own sublayer wait
+for a landing (`ladder.parallel.chains`). If a plan needs both the sum of a group and the own part
+of its last product, that product pushes the sum and keeps its own part. The sum lands on the base,
+and a kernel after it adds the own parts that the base lacks.
 
 Slots: pushes use sets of slots in rotation. Let L be the plan's largest lag. Before a rank pushes
 output m it has landed all outputs up to m - L - 1, so every other rank has pushed output m - L - 1,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 class Read:
     """A sublayer's input: residual [M, D] before `norm`, whose weight is folded into matrices.
 
-    squares, pieces: the residual's, from its landing.
+    squares, pieces: of the residual, from its landing.
     """
 
     residual: Tensor
@@ -70,7 +70,7 @@ class Read:
     norm: RMSNorm
 
     def project(self, weight: Matrix, beside: bool) -> Tensor:
-        """The normed residual times `weight`: [M, 1, N], or N / 2 if it is gated. beside: as of
+        """The normed residual times `weight`: [M, 1, N], or N / 2 if it is gated. beside: see
         `ladder.kernels.decode.project`."""
         y = weight.project(
             self.residual, squares=self.squares, pieces=self.pieces, eps=self.norm.eps,
@@ -93,10 +93,11 @@ class Product:
 
 
 class DecodeReducer:
-    """A maker of passes over one token of each of a few sequences, with the fused modules.
+    """Makes passes over one token of each of a few sequences, for fused modules.
 
     base: the reducer for everything else. If it is a PushReducer, the products push their results;
-    otherwise it reduces them. splits: landings make pieces of residuals, for weights in e4m3.
+    otherwise it reduces them. splits: landings also split residuals into pieces, for weights in
+    e4m3.
     """
 
     def __init__(self, base: Reducer, plan: Plan, splits: bool = False) -> None:
@@ -113,7 +114,7 @@ class DecodeReducer:
         return DecodePass(runtime, self, plan, norms)
 
     def slots(self, like: Tensor) -> SymmetricTensor:
-        """The slots for residuals like this one, [sets, world, M, D].
+        """The slots for residuals of the shape and dtype of `like`: [sets, world, M, D].
 
         They are made on first use, on all ranks and outside a graph capture.
         """
@@ -142,12 +143,12 @@ class DecodePass(Pass):
         self.decode = decode
         self.turn = 0  # outputs pushed so far
         self.newest: Read | None = None
-        self.partials: list[Tensor] = []  # of the open group, on this rank
+        self.partials: list[Tensor] = []  # this rank's partials of the open group
         self.chains = Chains()
         self.overlaps: tuple[bool, ...] = ()
         self.columns = 0  # calls of `column` for the newest read
         self.beside = False  # whether other kernels may run beside the sublayer's
-        # What both streams may read, of the last two sublayers: see `Chains`.
+        # What both streams may read of the last two sublayers: see `Chains`.
         self.held: deque[Any] = deque(maxlen=2)
 
     # -- the loop -------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ class DecodePass(Pass):
             add, self.partials = self._sum(self.partials), []
         if record.reduce == "residual":
             add, share = self.residual, 1 / self.ranks.degree
-        # A product may push its result plus `add` and keep it without, if it is not one of several.
+        # Only a product that is alone can push its result with `add` and keep it without.
         several = keep_own and partial.others
         if self.decode.pushes:
             arriving, push = self._new_slots()
@@ -317,15 +318,17 @@ class DecodePass(Pass):
         self, product: Product, add: Tensor | None = None, factor: float = 1.0,
         push: PushTarget | None = None, keep: bool = True,
     ) -> Tensor | None:  # fmt: skip
-        """Compute it; factor * `add` is added to the pushed result, but not to the kept one."""
+        """Compute a product. factor * `add` is added to the pushed result, but not to the one that
+        is kept beside it; without `push`, to the returned one."""
         for other in product.others:
             assert not keep or push is None, "the kept result would lack the other products"
-            # Down of `parallel`. Cuts of one and two rows beside others were found in steps of a
-            # ladder; of two, this one's made steps of `parallel` 1 % longer.
+            # This is down of `parallel`. The cuts for one and two rows beside other kernels were
+            # found in steps of a ladder. For two rows, this one made steps of `parallel` 1 %
+            # longer.
             beside = self.beside and len(other.x) > decode_shapes.MAX_VECTOR_ROWS
             add = other.weight.project(other.x, add=add, factor=factor, beside=beside)
             factor = 1.0
-        self.chains.merge()  # after which the last of several runs alone
+        self.chains.merge()  # the last of several products runs alone
         return product.weight.project(
             product.x, add=add, factor=factor, push=push, keep=keep,
             beside=self.beside and not product.others,
@@ -341,7 +344,7 @@ class DecodePass(Pass):
         return total
 
     def _new_slots(self) -> tuple[InFlight[Tensor], PushTarget]:
-        """This rank's slots for the next output, and all ranks' as a target."""
+        """This rank's slots for the next output, and all ranks' slots as a target."""
         assert isinstance(self.reducer, PushReducer)
         size = self.residual.numel() * self.residual.element_size()
         self.reducer.note(size, "pushed by the product")

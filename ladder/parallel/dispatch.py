@@ -6,12 +6,12 @@ A table is a JSON list of entries, one for a kind of GPU and a number of ranks:
       "prefill": {"direct": 8388608, "direct_blocking": 16777216, "kernel_barrier": 16384}}]
 
 `until` has, in ascending order, the largest message in bytes for which an algorithm is used; NCCL
-reduces larger ones. `prefill` (see Prefill) comes from benchmarks/prefill.py, but
-`fused` from `ladder bench inference --reducers fused push`. dispatch.json, beside
-this file, has the measurements so far. A file of the user (`ladder bench comm --write-table FILE`),
-named by the environment variable LADDER_DISPATCH, takes precedence. If neither has an entry for the
-GPU and the number of ranks, DEFAULT is used: push for small messages, where latency dominates on
-any GPU, and NCCL for others.
+reduces larger ones. `prefill` (see Prefill) is measured by benchmarks/prefill.py, its key `fused`
+by `ladder bench inference --reducers fused push`. dispatch.json, beside this file, has the
+measurements so far. A file of the user (`ladder bench comm --write-table FILE`), named by the
+environment variable LADDER_DISPATCH, takes precedence. If neither has an entry for the GPU and the
+number of ranks, DEFAULT is used: push for small messages, where latency dominates on any GPU, and
+NCCL for others.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Prefill:
     direct: the largest partial in bytes that the landing's kernel copies itself, on SMs that
     concurrent kernels then lack; direct_blocking: the same for a plan whose reduces all block, with
     no concurrent kernels. kernel_barrier: the most tokens for which a kernel synchronises the
-    ranks; beyond, the CUDA streams' memory operations do. fused: the smallest partial in bytes from
-    which such a plan is prefilled by fused operators (ladder.parallel.prefill); 0: never.
+    ranks; for more tokens, memory operations of the CUDA streams do. fused: the smallest partial in
+    bytes for which a plan whose reduces all block is prefilled by fused operators
+    (ladder.parallel.prefill); 0: never.
     """
 
     direct: int = 8 * 2**20
@@ -51,7 +52,8 @@ class Prefill:
     fused: int = 0
 
     def transport(self, tokens: int, size: int, blocking: bool) -> str:
-        """For `tokens` tokens whose partial has `size` bytes; blocking: all reduces block."""
+        """The transport for `tokens` tokens with a partial of `size` bytes. blocking: all reduces
+        block."""
         if size <= (self.direct_blocking if blocking else self.direct):
             return "direct"
         return "copy-kernels" if tokens <= self.kernel_barrier else "copy"

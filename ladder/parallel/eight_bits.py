@@ -30,8 +30,9 @@ class EightBitReducer(AsyncReducer):
     Each token's partial is rounded, with a scale of its own; an all-to-all brings each rank the
     others' parts of its share of the tokens; it adds them to its own part in float32 and rank
     order, rounds the sums, and an all-gather brings these to all. So every rank has the same bits.
-    A sum has the errors of two roundings: of the partials of the other ranks, and of the sum. Of
-    two ranks, each gathers both partials, rounded, and adds them: as many bytes, in one exchange.
+    A sum has the errors of two roundings: of the partials of the other ranks, and of the sum. With
+    two ranks, each rank instead gathers both rounded partials and adds them: as many bytes, in one
+    exchange.
 
     kind: fp8 or int8. Messages of up to MAX_ROWS tokens (decode steps) are summed exactly, by
     AsyncReducer, and so are embeddings and the logits of a final mean (`sum`).
@@ -53,7 +54,7 @@ class EightBitReducer(AsyncReducer):
         return super().reduce(partial, blocking=True).wait()
 
     def reduce(self, partial: Tensor, blocking: bool = False) -> InFlight[Tensor]:
-        partial = partial.contiguous()  # so that its rows are itself, which is kept alive
+        partial = partial.contiguous()  # so that `rows` is a view of it; InFlight keeps it alive
         rows = partial.flatten(0, -2)
         if len(rows) <= MAX_ROWS:
             return super().reduce(partial, blocking)
@@ -81,9 +82,9 @@ class EightBitReducer(AsyncReducer):
         return InFlight(partial, arrive)  # keeps the partial alive until then
 
     def _exchange(self, rows: Tensor, wait: bool) -> tuple[Tensor, dist.Work]:
-        """The ranks' messages for this rank's share of the rows, and what to wait for.
+        """The ranks' messages for this rank's share of the rows, and the work to wait for.
 
-        Of two ranks, for all rows.
+        With two ranks, the messages are for all rows.
         """
         world = self.ranks.processes
         if world == 2:

@@ -1,8 +1,9 @@
 """Sequence parallelism with the exchanges inside matrix products.
 
-A sublayer that waits for its input's gather and whose output's scatter blocks has nothing to hide
-them beneath but its own products. There `column` is `all_gather_matmul` on the rows that this rank
-has normed, and `row` is `matmul_reduce_scatter`, whose result is this rank's rows of the sum:
+Some sublayers wait for the gather of their input, and the scatter of their output blocks. Only
+their own products can hide these exchanges. There `column` is `all_gather_matmul` on the rows that
+this rank has normed, and `row` is `matmul_reduce_scatter`, whose result is this rank's rows of the
+sum:
 
     rows --norm--> [gather, Q K V] attention [output, scatter] --> rows
 
@@ -63,7 +64,7 @@ class FusedProducts:
         if not self.scatters:
             return MATRIX_PRODUCTS.row(x, weight)
         matrix, bias = held(weight, x.dtype)
-        # Not a Summed: FSDP looks for tensors in what a sublayer returns.
+        # Not a Summed: FSDP must find the tensors in what a sublayer returns.
         rows: Tensor = torch.ops.ladder.matmul_reduce_scatter(
             x.flatten(0, 1), matrix.t(), "sum", 0, self.group
         )
@@ -73,7 +74,7 @@ class FusedProducts:
 def held(
     weight: nn.Module, dtype: torch.dtype, instead: str = "sequence"
 ) -> tuple[Tensor, Tensor | None]:
-    """The matrix that a module multiplies by, and its bias. instead: the reducer for others."""
+    """The matrix of a linear module, and its bias. instead: a reducer for all other modules."""
     if not isinstance(weight, ParallelLinear):
         raise UserError(
             f"reducer=fused multiplies by plain matrices, and here is a {type(weight).__name__} "
@@ -85,8 +86,9 @@ def held(
 class FusedReducer(SequenceReducer):
     """The reducer of sequence parallelism whose blocking exchanges are inside matrix products.
 
-    The operators' table (`ladder.ops.table`) picks their implementation. The group's sums may be
-    in any order, as those of the other reducers, so that nothing slower than theirs is picked.
+    The operators' table (`ladder.ops.table`) picks their implementation. Sums over the group may be
+    in any order, as those of the other reducers are; a fixed order would exclude faster
+    implementations.
     """
 
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup) -> None:

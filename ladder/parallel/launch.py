@@ -146,7 +146,7 @@ def _pass_on(number: signal.Signals, ranks: Sequence[BaseProcess]) -> Any:
 
 
 def remedy(*arguments: Any) -> str:
-    """What to do about a run that was cut off, where the command has --resume; else nothing."""
+    """Advice for a run that was cut off, if the command has --resume; else an empty string."""
     here = any(hasattr(each, "resume") for each in arguments)
     return "; --resume continues from the last checkpoint, if one was written" if here else ""
 
@@ -155,7 +155,7 @@ def _watch(ranks: Sequence[BaseProcess], folder: Path, advice: str = "") -> int:
     """Wait until all ranks have ended, or one has failed; returns the exit code.
 
     A rank that was killed, or ended without a message, is the only one named: the others can only
-    report that they lost it, or hang in a GPU kernel that waits for it. advice: the end of its
+    report that they lost it, or hang in a GPU kernel that waits for it. advice: ends its error
     line.
     """
     left: dict[int, int] = {}  # exit codes
@@ -265,7 +265,7 @@ def _guarded(command: Callable[..., int], arguments: tuple[Any, ...]) -> int:
     except Exception as error:
         return _fail(*printing.told(error))
     if _joined():
-        atexit._run_exitfuncs()  # `_leave` does not, and torch's compile workers end so
+        atexit._run_exitfuncs()  # `_leave` skips these; torch's compile workers end by them
         _leave(code)
     return code
 
@@ -293,7 +293,7 @@ def _fail(code: int, message: str) -> int:
         own = _report_folder / f"{FAILURE}{rank()}"
         own.write_bytes(f"{code}\n{message}".encode(**ENCODING))
         with suppress(FileExistsError):  # another was first
-            os.link(own, _report_folder / FAILURE)  # whole, or not at all
+            os.link(own, _report_folder / FAILURE)  # appears whole, or not at all
         if dist:
             _leave(code)
         return code

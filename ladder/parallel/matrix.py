@@ -1,4 +1,4 @@
-"""Packed weights of inference, and their products: of few rows by decode kernels, else cuBLAS's."""
+"""Packed weights of inference, and their products: decode kernels for few rows, else cuBLAS."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from ladder.kernels.prefill import swiglu
 class Matrix(nn.Module):
     """A weight [N, K] that is packed or has a norm's weight folded in, and its products.
 
-    gated: its rows are those of gate and then of up, and the product is SwiGLU's silu(gate) * up.
-    scales: those of a weight that is stored in 8 bits (see ladder.models.quantised). The
-    kernels read it as it is stored, or convert a piece of it at a time: nothing is held twice.
-    rounds: whether prompts are rounded to fp8 and multiplied in fp8. gives: the type of a decode
-    step's result if it is not that of its input (see ladder.infer.halves).
+    gated: the weight's rows are those of gate, then those of up, and `forward` returns SwiGLU's
+    silu(gate) * up. scales: the scales of a weight that is stored in 8 bits (see
+    ladder.models.quantised). The kernels read it as it is stored, or convert a piece of it at a
+    time: nothing is held twice. rounds: whether prompts are rounded to fp8 and multiplied in fp8.
+    gives: the dtype of a decode step's result, if it differs from the input's (see
+    ladder.infer.halves).
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Matrix(nn.Module):
         return swiglu(y.flatten(0, 1)).unflatten(0, x.shape[:2]) if self.gated else y
 
     def product(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [B, S, K] times all rows of the weight, of many rows of x; in `out` [B, S, N]."""
+        """x [B, S, K] times all rows of the weight, for many rows of x: [B, S, N], or `out`."""
         rows, into = x.flatten(0, 1), None if out is None else out.flatten(0, 1)
         if self.scales is None:
             y = torch.mm(rows, self.weight.to(x.dtype).t(), out=into)
@@ -59,12 +60,12 @@ class Matrix(nn.Module):
         return len(self.weight) // (1 + self.gated)
 
     def given(self, x: Tensor) -> torch.dtype:
-        """The type of `project`'s result."""
+        """The dtype of `project`'s result."""
         scaled = self.scales is not None and decode_shapes.by_halves(len(x))
         return (self.gives if scaled else None) or x.dtype
 
     def project(self, x: Tensor, **options: Any) -> Tensor | None:
-        """x [M, K] -> [M, N] by `ladder.kernels.decode.project`, whose options these are."""
+        """x [M, K] -> [M, N] by `ladder.kernels.decode.project`, with its `options`."""
         weight, up = self.weight.chunk(2) if self.gated else (self.weight, None)
         if self.scales is None:
             return project(x, weight, up, **options)

@@ -1,6 +1,6 @@
 """The device mesh of a launch: data-parallel replicas, their shards, and TP.
 
-torch.distributed is imported by this module, unlike by ladder.parallel.launch.
+Unlike ladder.parallel.launch, this module imports torch.distributed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ladder.models.errors import UserError
 from ladder.parallel import launch
 
-DATA_DIMS = ("replicate", "shard")  # of the mesh: data parallelism, see ladder.parallel.data
+DATA_DIMS = ("replicate", "shard")  # dimensions of data parallelism, see ladder.parallel.data
 
 
 def make_mesh(device: torch.device, tp: int, dp_shard: int = 1) -> DeviceMesh | None:

@@ -1,9 +1,9 @@
-"""Whether prompts and training steps of a model run by fused operators without being asked to.
+"""Whether a model's prompts and training steps run by fused operators by default.
 
-They do if the operators' table names what overlaps for all products of a layer, and of training
-for those of its gradients, too. Where it does not, exchanges would block in the order of the ranks
-or beside NCCL's copies, which takes longer than what runs otherwise. For prompts the dispatch table
-also says from which size they were faster so (`Prefill.fused`).
+They do if the operators' table names an overlapping implementation for every product of a layer,
+and in training also for those of its gradients. With any other implementation the exchange would
+block, which takes longer than the reducers without fused operators. For prompts the dispatch table
+also has the size from which fused operators were faster (`Prefill.fused`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ if TYPE_CHECKING:  # what predictions ask here needs no torch
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 LANDING = "matmul_reduce_scatter_add_rms_norm"
 GATHER_BACKWARD, SCATTER_BACKWARD = "all_gather_matmul_backward", "matmul_reduce_scatter_backward"
-ALONE = {GATHER_BACKWARD: SCATTER, SCATTER_BACKWARD: GATHER}  # what exchanges in them
+ALONE = {GATHER_BACKWARD: SCATTER, SCATTER_BACKWARD: GATHER}  # their exchange, one by one
 FIRST, LAST = ("qkv", "gate-up"), ("output", "down")  # the products of a sublayer
 
 
 class Overlap:
-    """Says of a pass's tokens whether all products of its layers have an operator that overlaps.
+    """For a pass's number of tokens: whether an operator that overlaps exists for all its products.
 
-    config: of a model whose matrices have `dtype`, without biases of outputs and MLPs. gpu: the
-    name of the GPU. ranks: of the group. group: whose calls it is about, on this machine, by what
-    `ladder.ops` picks for them; None: what the table names, for any machine. training: of steps,
-    forward and backward, whose sums may be in any order; otherwise of prompts.
+    config: of a model whose matrices have `dtype`; its output projections and MLPs have no biases.
+    gpu: the name of the GPU. ranks: the size of the group. group: ask for this group on this
+    machine, by what `ladder.ops` picks; None: ask the table alone, for any machine. training: ask
+    for training passes, forward and backward, whose sums may be in any order; otherwise for
+    prompts.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Overlap:
         last = SCATTER if training else LANDING
         found = [(GATHER, *shapes[part]) for part in FIRST]
         found += [(last, *shapes[part]) for part in LAST]
-        if training:  # a gradient's product is by the transposed matrix, and its operator the other
+        if training:  # a gradient's product is by the transposed matrix, its operator the other one
             found += [(GATHER_BACKWARD, *shapes[part][::-1]) for part in FIRST]
             found += [(SCATTER_BACKWARD, *shapes[part][::-1]) for part in LAST]
         self.products = tuple(found)
@@ -52,10 +53,10 @@ class Overlap:
         self.training = training
 
     def __call__(self, tokens: int, mode: Mode) -> bool:
-        """mode: of the calls, see `ladder.comm.capture`."""
+        """mode: the mode of the calls, see `ladder.comm.capture`."""
         from ladder.ops import choice, registry  # late: 0.1 s, for prompts that are large enough
 
-        rows = -(-tokens // self.ranks) * self.ranks  # what is missing is padded
+        rows = -(-tokens // self.ranks) * self.ranks  # padded to a multiple of the ranks
         here = self.group is not None
         any_order = self.training or (here and choice.allows_any_order(self.group))
 
@@ -65,7 +66,7 @@ class Overlap:
             return picked in registry.SERIAL
 
         for op, *sizes in self.products:
-            # Gradients one by one are by an exchange of their own.
+            # Gradients may also be computed one by one, by operators with an exchange each.
             ways = (op, ALONE[op]) if op in ALONE else (op,)
             if all(serial(each, rows, *sizes) for each in ways):
                 return False
@@ -78,11 +79,11 @@ def prompt_mode(tokens: int) -> Mode:
 
 
 def slot_bytes(config: ModelConfig, gpu: str, ranks: int, tokens: int, asked: bool = False) -> int:
-    """The most memory of each rank that the operators of a prompt of so many tokens keep.
+    """The most bytes that fused operators keep on each rank for a prompt of `tokens` tokens.
 
-    Two sets of slots for gathers and two for scatters, each of all rows in bfloat16 and up to a
-    quarter larger (`ladder.ops.workspace`). asked: for reducer=fused; otherwise 0 where the
-    dispatch table lets no such prompt run by operators.
+    They keep two sets of slots for gathers and two for scatters. A set holds all rows in bfloat16,
+    and may be up to a quarter larger (`ladder.ops.workspace`). asked: the user chose reducer=fused;
+    otherwise 0 where the dispatch table lets no such prompt run by operators.
     """
     if ranks == 1 or not (asked or all(config.plan.blocking)):
         return 0

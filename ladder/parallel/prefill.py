@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LandedRows:
-    """This rank's rows of a residual with the newest output, and of its norm: [rows, D] each."""
+    """This rank's rows after a fused landing: of the residual and of its norm, [rows, D] each."""
 
     residual: Tensor
     normed: Tensor
@@ -55,8 +55,8 @@ class LandedRows:
 class FusedPrefill(ShardedReducer):
     """The reducer of prefill whose blocking exchanges are inside matrix products.
 
-    transport: of all other exchanges. Where that is the backend's, whose sums are in an order of
-    its own, the operators' may be, too.
+    transport: the transport of all other exchanges. `collective` sums in the backend's own order;
+    then the operators may sum in any order, too.
     """
 
     def __init__(
@@ -103,33 +103,33 @@ class FusedPrefillPass(ShardedPass):
         )
 
     def lands(self, n: int) -> bool:
-        """Whether it then also lands and norms: nothing else lands there."""
+        """Whether `row` of sublayer n then also lands and norms: nothing else lands there."""
         alone = self.plan.landings[n + 1] == (Landing(n, summed=True),)
         return alone and isinstance(self.norms[n + 1], RMSNorm)
 
     def gathers(self, n: int) -> bool:
-        """Not where nothing hides it: there `column` gathers."""
+        """Whether read n gathers. Where nothing hides the gather, `column` gathers instead."""
         both = n < len(self.plan.sublayers) and self.plan.sublayers[n].kind == "attention+mlp"
         hidden = n == 0 or not self.plan.blocking[n - 1]
-        return hidden or (both and self._narrows(n))  # whose MLP reads the last positions alone
+        return hidden or (both and self._narrows(n))  # its MLP reads the last positions alone
 
     def own_residual(self) -> Tensor:
         whole = self.shape is None
         return self._own_rows(self.residual.flatten(0, 1)) if whole else self.residual
 
     def padded(self, rows: Tensor) -> Tensor:
-        """Rows [B * S, K], and zeros behind them for as many of each rank."""
+        """Rows [B * S, K] and, behind them, zeros, so that every rank has as many rows."""
         missing = self._share(len(rows)) * self.ranks.processes - len(rows)
         return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
     def whole(self, rows: Tensor) -> Tensor:
-        """[at least B * S, N] without what was padded: [B, S, N]."""
+        """Rows [at least B * S, N] without their padding: [B, S, N]."""
         return rows[: self.tokens.numel()].unflatten(0, self.tokens)
 
     def reduce(self, n: int, partial: Tensor | LandedRows) -> Output:
         if isinstance(partial, LandedRows):
             return Output(InFlight(partial))
-        if partial.dim() == 2:  # this rank's rows of the sum: as a piece, and what it comes from
+        if partial.dim() == 2:  # this rank's rows of the sum: one piece, and its source
             return Output(InFlight(([partial], partial)))
         return super().reduce(n, partial)
 
@@ -154,7 +154,7 @@ class FusedPrefillPass(ShardedPass):
 class _Products:
     """The operators of sublayer n of a pass.
 
-    gathered: the input of a record of attention and MLP, which has two columns.
+    gathered: the gathered input of a record of attention and MLP, which calls `column` twice.
     """
 
     run: FusedPrefillPass
@@ -180,7 +180,7 @@ class _Products:
         return tuple(found)
 
     def row(self, x: Tensor, weight: nn.Module) -> Tensor | LandedRows:
-        """A partial [B, S, D]; or this rank's rows of the sum, [rows, D]; or these landed."""
+        """A partial [B, S, D]; or this rank's rows of the sum, [rows, D]; or LandedRows."""
         run, n = self.run, self.n
         if x.shape[1] == 1 or not run.sums(n):  # one position: the pass is narrowed after it
             return run.row(x, weight)
@@ -213,7 +213,7 @@ def _plain(weight: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
 
 @dataclass(frozen=True)
 class Reduced:
-    """A sublayer's sum over the ranks, [B, S, D], of all that its reduce sums."""
+    """The sum over the ranks of all that a sublayer's reduce sums: [B, S, D]."""
 
     total: Tensor
 
@@ -221,8 +221,8 @@ class Reduced:
 class FusedSums:
     """Makes passes whose blocking sums are inside products, for plans whose residuals differ.
 
-    Such residuals cannot be sharded by tokens: `row` is `matmul_all_reduce`, which also takes in
-    what else the reduce sums (the residual, or the open group). base: does all the rest.
+    Such residuals cannot be sharded by tokens: `row` is `matmul_all_reduce`, which also adds what
+    else the reduce sums (the residual, or the open group). base: the reducer for all the rest.
     """
 
     def __init__(self, base: Reducer) -> None:
@@ -230,7 +230,7 @@ class FusedSums:
 
         assert isinstance(base, AsyncReducer), base
         self.base = base
-        if not isinstance(base, PushReducer):  # whose own sums are in the order of the ranks
+        if not isinstance(base, PushReducer):  # a PushReducer sums in the order of the ranks
             ladder.ops.allow_any_order(base.group.group_name)
 
     def begin(
@@ -258,7 +258,7 @@ class FusedSumsPass(Pass):
 
 @dataclass(frozen=True)
 class _Sums:
-    """The operators of sublayer n of such a pass."""
+    """The operators of sublayer n of a FusedSumsPass."""
 
     run: FusedSumsPass
     n: int
@@ -268,7 +268,7 @@ class _Sums:
 
     def row(self, x: Tensor, weight: nn.Module) -> Tensor | Reduced:
         run = self.run
-        if x.shape[1] == 1:  # a few rows, which other kernels are made for
+        if x.shape[1] == 1:  # a few rows: other kernels are made for these
             return MATRIX_PRODUCTS.row(x, weight)
         matrix, bias, _ = _plain(weight, x.dtype)
         addend: Tensor | None = run.group
@@ -281,16 +281,16 @@ class _Sums:
 
 
 def fused_passes(base: AsyncReducer, plan: Plan, transport: str = "collective") -> PassFactory:
-    """What makes the passes of prompts by fused operators; see `fused_refusal`."""
+    """The factory of passes of prompts by fused operators. See `fused_refusal`."""
     if sharded_refusal(plan, base.ranks) is None:
         return FusedPrefill(base.ranks, base.group, plan, transport)
     return FusedSums(base)
 
 
 class FusedPrompts:
-    """The reducers of a model whose prompts shall run by fused operators, and all else by its own.
+    """Picks a pass's reducer: fused operators for prompts, the model's own for all else.
 
-    For a model that no engine has packed; an engine goes on with it (`ladder.infer.fused`).
+    For a model that no engine has packed; an engine keeps to this choice (`ladder.infer.fused`).
     """
 
     def __init__(self, base: Reducer, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Standard output that cannot take what is printed, and the words of errors of the system."""
+"""Printing when standard output fails, and the messages of errors other than UserError."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import traceback
 
 from ladder.models.errors import brief
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: a limit of the shell
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: the shell's limit on the size of files
 
 
 def replace_unknown() -> None:
-    """Let `?` stand for a character that the output's encoding lacks: no text is an error."""
+    """Print `?` for a character that the output's encoding lacks, and never fail because of one."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
 
 
 def flush() -> None:
-    """Write what was printed, so that its error is the command's and not one of Python's exit."""
-    if sys.stdout is not None:  # a closed one
+    """Flush standard output, so that an error occurs in the command and not at Python's exit."""
+    if sys.stdout is not None:  # None: it was closed
         sys.stdout.flush()
 
 
 def discard() -> None:
-    """Let standard output take everything and keep nothing: Python flushes it again at exit."""
+    """Send standard output to the null device, so that Python's flush at exit cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def told(error: Exception) -> tuple[int, str]:
-    """Exit code and message of an error that is no UserError: one line if it needs no traceback."""
+    """Exit code and message of an error other than UserError: one line, or a traceback."""
     number = error.errno if isinstance(error, OSError) else None
     path = brief(str(getattr(error, "filename", None)), 100)
-    if number == errno.ENAMETOOLONG:  # any option's
+    if number == errno.ENAMETOOLONG:  # the path may be of any option
         return 2, f"error: the path {path!r} is too long; give a shorter one\n"
     if number in FULL:
         try:
             flush()
         except OSError:
             discard()
-        what = "the output, or a file," if path == "None" else path  # one that is open has no name
+        what = "the output, or a file," if path == "None" else path  # none for an open file
         remedy = "make room, or write elsewhere"
         return 1, f"error: {what} cannot be written: {os.strerror(number)}; {remedy}\n"
     return 1, traceback.format_exc()

@@ -1,5 +1,5 @@
-"""Which plans and ranks cannot have a form of the residual, and why: by the plan alone, without
-torch, since predictions ask it, too."""
+"""Why a plan and its ranks cannot have some form of the residual. These functions need only the
+plan, and no torch, since predictions call them, too."""
 
 from __future__ import annotations
 

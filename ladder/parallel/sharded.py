@@ -169,7 +169,7 @@ class ShardedPass(Pass):
         return landing
 
     def gathers(self, n: int) -> bool:
-        """Whether read n gathers the normed rows; else it returns this rank's."""
+        """Whether read n gathers the normed rows; else the read returns this rank's rows."""
         return True
 
     def _land_rows(
@@ -220,7 +220,7 @@ class ShardedPass(Pass):
             output.total = InFlight(total)
 
     def _share(self, rows: int) -> int:
-        """The rows per rank; the last rank's are padded."""
+        """The rows per rank; the last rank's rows are padded to as many."""
         return -(-rows // self.ranks.processes)
 
     def _own_rows(self, whole: Tensor) -> Tensor:

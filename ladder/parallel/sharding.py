@@ -62,7 +62,7 @@ def shard_model(
     if degree % processes:
         model.check_degree(processes)  # raises, naming the plan
     held = degree // processes
-    if mesh is None or processes == 1:  # a collective of one rank takes its time all the same
+    if mesh is None or processes == 1:  # even a collective of one rank takes time
         model.use(replace(model.runtime, reducer=Reducer(Ranks(degree, 0, degree))))
     else:
         ranks = Ranks(degree, mesh.get_local_rank() * held, held)
@@ -98,7 +98,7 @@ def _dtype(name: str, parameter: Tensor, dtype: torch.dtype | None) -> torch.dty
 
 
 def _kept(name: str, parameter: Tensor) -> bool:
-    """Whether it is a matrix in 8 bits, or the scales of one."""
+    """Whether a parameter is a matrix in 8 bits, or the scales of one."""
     return is_quantised(parameter.dtype) or name.endswith(".scales")
 
 
@@ -187,10 +187,12 @@ def fill_in_8_bits(
     model: Transformer, kind: str, device: torch.device | str,
     fill: Callable[[str, Tensor, tuple[slice, ...]], object],
 ) -> None:  # fmt: skip
-    """Fill a model whose shards are on `meta`, on `device`, with its matrices stored in 8 bits.
+    """Allocate and fill on `device` a model whose shards are on `meta`; matrices are stored in 8
+    bits.
 
-    fill: is called with what `local_parameters` gives. A matrix is stored as soon as it is filled,
-    so that the model is never there in 16 bits.
+    kind: see `quantise_model`. fill: called with the name, local tensor and slices of each
+    parameter, as in `local_parameters`. Each matrix is stored as soon as it is filled, so that the
+    whole model never takes memory in 16 bits.
     """
     _check_memory(model, torch.device(device), torch.int8)
     found = {name: (local, part) for name, local, part in local_parameters(model)}
