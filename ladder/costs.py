@@ -2,9 +2,9 @@
 
 Only matrices are counted: norms and biases are a thousandth. `tp` is the number of processes of the
 model. The functions return the part of one process, unless they say otherwise. Bytes are those of
-bfloat16; `weights` (bf16 or a name in EIGHT_BITS) is how the matrices of layers and the head are
-stored, in 8 bits with their scales, and `cache` how keys and values are. The embedding and
-activations are not.
+bfloat16, with two exceptions. `weights` (bf16 or a name in EIGHT_BITS) says how the matrices of
+layers and the head are stored; in 8 bits their scales count, too. `cache` says how keys and values
+are stored. The embedding and activations are always in bfloat16.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ladder.models.eight_bits import BLOCK, SCALE_BYTES
 BF16, FP32 = 2, 4  # bytes
 PRODUCTS = {"attention": ("qkv", "output"), "mlp": ("gate-up", "down")}  # of the usual slots
 MULTIPROCESSORS = 132  # of an H100 and an H200
-# Of sessions of the engine, and of the memory that they take.
+# For sessions of the engine and their memory.
 CAPACITY_STEP = 256  # graphs are kept for cache lengths that are multiples of this
 GRAPHED_PROMPT_TOKENS = 16384  # a longer prefill keeps the GPU busy without a graph
 WORKSPACES = 3 * 2**30  # NCCL's buffers, cuBLAS' workspaces, CUDA's own memory, captured graphs
@@ -47,7 +47,7 @@ def layer_parameters(config: ModelConfig) -> int:
 def product_shapes(config: ModelConfig, tp: int = 1) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of each product of a layer, and of the head, on one of `tp` ranks.
 
-    A rank has a head of keys and values of its own, even if others have the same.
+    Each rank has at least one KV head, even if other ranks have the same one.
     """
     hidden, inner = config.hidden_size, config.intermediate_size // tp
     queries = config.num_heads // tp
@@ -62,8 +62,8 @@ def product_shapes(config: ModelConfig, tp: int = 1) -> dict[str, tuple[int, int
 
 
 def process_parameters(config: ModelConfig, tp: int) -> int:
-    """All parameters of the first of `tp` processes, norms and biases too, tied ones once: of the
-    plan `standard` and the usual slots."""
+    """All parameters of the first of `tp` processes, with norms and biases; tied ones count once.
+    For the plan `standard` and the usual slots."""
     hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size // tp
     queries = config.num_heads // tp
     kept = config.num_kv_heads // (1 if config.num_kv_heads % tp else tp)  # all, or its own
@@ -104,7 +104,7 @@ def prefill_flops(config: ModelConfig, tp: int, batch: int, prompt: int) -> floa
     layer, width = layer_parameters(config), config.num_heads * config.head_dim
     kept = 2 * config.hidden_size * config.num_kv_heads * config.head_dim
     products = 2 * ((whole * layer + kept) * tokens + (layer - kept) * batch)
-    # two products of [P, head_dim] x [head_dim, P], the lower half of them; of one token its row
+    # two products of [P, head_dim] x [head_dim, P]: their lower half; in the last layer one row
     attention = whole * 2 * width * tokens * prompt + 4 * width * batch * prompt
     head = 2 * vocabulary_parameters(config) * batch
     return (products + attention + head) / tp
@@ -117,8 +117,8 @@ def layer_weight_bytes(config: ModelConfig, tp: int, weights: str = "bf16") -> f
 
 
 def stored_bytes(elements: float, rows: float, weights: str) -> float:
-    """Bytes of matrices of `rows` rows, with their scales; blocks at the end of a row count as
-    whole."""
+    """Bytes of matrices with `elements` elements in `rows` rows, with their scales. The share of a
+    block at the end of a row counts, not a whole block."""
     if weights == "bf16":
         return BF16 * elements
     scales = elements / BLOCK if weights == "fp8-block" else rows
@@ -126,7 +126,7 @@ def stored_bytes(elements: float, rows: float, weights: str) -> float:
 
 
 def _layer_rows(config: ModelConfig, tp: int) -> float:
-    """The output rows of a layer's matrices on one process; rows of a split input are whole."""
+    """The output rows of a layer's matrices on one process; all rows of those split by inputs."""
     heads = config.num_heads + 2 * config.num_kv_heads
     return (heads * config.head_dim + 2 * config.intermediate_size) / tp + 2 * config.hidden_size
 
@@ -139,7 +139,7 @@ def head_bytes(config: ModelConfig, tp: int, weights: str = "bf16") -> float:
 def cache_bytes(config: ModelConfig, tp: int, tokens: float, cache: str = "bf16") -> float:
     """Bytes of the keys and values of `tokens` tokens, in all layers.
 
-    cache: bf16, or fp8 with the exponent of a scale for each head and token.
+    cache: bf16, or fp8 with a scale's exponent for each head and token.
 
     If T exceeds the number of KV heads, each rank, including virtual ones, has a head of its own.
     """
@@ -149,7 +149,7 @@ def cache_bytes(config: ModelConfig, tp: int, tokens: float, cache: str = "bf16"
 
 
 def head_bytes_of_token(config: ModelConfig, cache: str) -> int:
-    """Bytes of one head's key and value of a token; cache: as of `cache_bytes`."""
+    """Bytes of a token's key and value in one head. cache: see `cache_bytes`."""
     return 2 * (BF16 * config.head_dim if cache == "bf16" else config.head_dim + 1)
 
 
@@ -170,8 +170,8 @@ def reduce_bytes(config: ModelConfig, tokens: int, itemsize: int = BF16) -> int:
 def inference_bytes(config: ModelConfig, tp: int, batch: int, prompt: int, length: int) -> float:
     """A conservative estimate of the memory of inference. length: tokens per sequence in the cache.
 
-    It has the weights, the largest matrix unsharded (it is made whole and then sliced), the cache,
-    the activations of a prefill, and logits.
+    It counts the weights, the largest matrix unsharded (it is made whole and then sliced), the
+    cache, the activations of a prefill, and logits.
     """
     held = max(1, (config.tp_degree or tp) // tp)  # virtual ranks
     copies = 1 if config.tie_embeddings else 2

@@ -28,7 +28,7 @@ OVERVIEW = (
     "dtp-1",
     "none",
 )
-FAMILIAR = "llama-3-8b"  # of the shapes with as many layers, the first to be proposed
+FAMILIAR = "llama-3-8b"  # the first shape to be proposed, if it has the number of layers
 ACCUMULATED = """\
 reduce accumulated: one sum of the plain partials of all sublayers since the last reduce, read as
 late as peer_lag says. Until then a rank reads its own partials, times own_scale (sqrt(T) in the
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
     chosen = [load_plan(plan) for plan in options.plans or OVERVIEW]
     layers = options.layers
-    if layers is None:  # as many as the ranges of a plan in a file cover
+    if layers is None:  # the number that a plan's ranges in a file cover
         layers = next((named for named in map(layers_named, chosen) if named), 32)
     if options.model is not None:
         layers = model_config(options.model).num_layers
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
         except UserError as error:
             if options.plans or not found:
                 raise
-            print(f"left out: {error}", file=sys.stderr)  # of the overview, in one or two layers
+            print(f"left out: {error}", file=sys.stderr)  # a preset that needs more layers
     if options.json:
         print(json.dumps([summary(plan) for plan in found], indent=1))
     elif options.plans:
@@ -97,9 +97,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _after_plans(options: argparse.Namespace, layers: int, found: Sequence[Plan]) -> None:
-    """Propose to train a plan where the recipe `tiny` has as many layers and its data is there; to
-    time the drawn plans where --model, or `tiny`, has as many layers; to predict their times where
-    another shape has; else the demo."""
+    """Propose the next command: train a plan, if the recipe `tiny` has as many layers and its data
+    exists; or time the drawn plans, if --model or `tiny` has as many layers; or predict their
+    times, if another shape has; else the demo."""
     from ladder.config import find, load_mapping, model_config
 
     name = options.model or "tiny"
@@ -126,7 +126,7 @@ def _any_of_ranks(plans: Sequence[Plan]) -> bool:
 
 
 def _shape_of(layers: int, plans: Sequence[Plan], tp_degree: int) -> str | None:
-    """The name of a shape of so many layers that can be split as the plans need; None: no such."""
+    """The name of a shape with `layers` layers that can be split as the plans need, or None."""
     from ladder.config import configs_folder, model_config
     from ladder.models import UserError
 
@@ -197,10 +197,10 @@ def overview(plans: list[Plan]) -> str:
 def picture(plan: Plan, limit: int = 6) -> str:
     """A time line of `limit` sublayers, with the reduces in flight below them.
 
-    A blocking reduce leaves a gap (`....`) in the upper line; one that overlaps with the next
-    sublayers leaves none, and its bar has the time until a sublayer reads the sum. The picture
-    starts at the layer before the first one that differs from layer 0, so that it shows where a
-    hybrid changes; or, with one more sublayer, at the layer of a group's first sum in flight.
+    A blocking reduce leaves a gap (`....`) in the upper line. A reduce that overlaps with the next
+    sublayers leaves none; its bar lasts until a sublayer reads the sum. The picture starts at the
+    layer before the first one that differs from layer 0, to show where a hybrid changes; or, with
+    one more sublayer, at the layer of a group's first sum that stays in flight.
     """
     by_layer = [
         [plan.sublayers[n] for n in numbers]
@@ -233,7 +233,7 @@ def picture(plan: Plan, limit: int = 6) -> str:
             reduce_end[n] = len(compute) + max(width - 4, len(_bar(plan, n)) + 1)
     for n, end in reduce_end.items():
         start = columns[n]
-        # A sum in flight for several sublayers has the time of all that are shown.
+        # The bar of a sum in flight for several sublayers spans all of them that are shown.
         until = min(waits[n], shown[-1] + 1) - 1
         cut = until > n + 1 and waits[n] > shown[-1] + 1
         if until > n + 1:
@@ -259,7 +259,7 @@ def _bar(plan: Plan, n: int) -> str:
 
 
 def _waits(plan: Plan) -> dict[int, int]:
-    """The read that waits for the reduce of each output."""
+    """By output, the read that waits for its reduce."""
     return {
         landing.output: n
         for n, read in enumerate(plan.landings)
@@ -270,7 +270,7 @@ def _waits(plan: Plan) -> dict[int, int]:
 
 def _reads(plan: Plan, n: int) -> str:
     """The outputs that land before read n, in words."""
-    # On the base own parts land again, which is nothing new.
+    # On the base, own parts land a second time: they are not new.
     new = [
         each
         for each in plan.landings[n]

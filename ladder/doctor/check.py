@@ -65,7 +65,7 @@ def one_line(text: str, limit: int = 240) -> str:
 def run_process(command: list[str], seconds: float) -> str:
     """The standard output of `command`.
 
-    Raises Failed with its last line where it fails, and where it takes more than `seconds`.
+    Raises Failed with the last line of its output if it fails, or if it takes more than `seconds`.
     """
     try:
         done = subprocess.run(

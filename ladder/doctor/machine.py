@@ -123,7 +123,7 @@ def probe_gpu(index: int) -> str:
 
 
 def probe_description() -> str:
-    """Which shipped file describes this machine, for `ladder predict`."""
+    """The shipped machine file that describes this machine, for `ladder predict`."""
     import torch
 
     from ladder.perf.nodes import describing, names
@@ -172,7 +172,7 @@ def describe_links(text: str) -> str:
     rows: dict[int, list[str]] = {}
     for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines():  # the header is underlined
         words = line.split()
-        # The header, too, begins with GPU0, but has no X.
+        # The header begins with GPU0, too, but has no X.
         if len(words) > 1 and re.fullmatch(r"GPU\d+", words[0]) and "X" in words:
             rows[len(rows)] = words[1:]
     if not rows:
@@ -235,7 +235,7 @@ def probe_bf16() -> str:
 
 
 def probe_fp8() -> str:
-    """Weights in fp8; those in int8 need nothing."""
+    """Whether weights in fp8 work. Weights in int8 need nothing special."""
     import torch
 
     from ladder.models.storage import FP8_CAPABILITY
@@ -256,7 +256,7 @@ def probe_fp8() -> str:
 
 
 def probe_decode_kernels() -> str:
-    """What decodes on the GPUs, and what decodes without those kernels."""
+    """What decodes by fused kernels on the GPUs, and which models decode without them."""
     import torch
 
     from ladder.models.storage import FP8_CAPABILITY

@@ -1,4 +1,4 @@
-"""What is between GPUs of machines that nobody measured, from what was measured between others."""
+"""Collectives and copies between GPUs that nobody measured, from those measured between others."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from dataclasses import replace
 
 from ladder.perf.machine import Curve, Machine, Value, with_links_of
 
-# Curves over bytes that are continued to more ranks, by what tells those of a family apart.
+# Families over bytes that are extrapolated to more ranks, by the key and the values of `where`.
 CONTINUED = {
     "all-reduce": ("algorithm", ("nccl", "push", "two-shot")),
     "exchange": ("transport", ("direct", "copy-kernels")),
 }
 
-# What a fitted `power_limit` goes with: not of other GPUs than those that it was fitted to.
+# Values that belong to a fitted `power_limit`. They hold for no other GPU than the one it is for.
 POWER = ("boost_ms", "power_exponent", "idle_power", "fp8_power")
 
 
 def of_more_ranks(measured: Mapping[int, Machine], ranks: int) -> list[Curve]:
-    """All-reduces and exchanges of more ranks than were measured, from those of the two largest
-    numbers; and a copy to one peer, which takes the same beside however many others."""
+    """Curves for `ranks` GPUs, which are more than were measured: all-reduces and exchanges from
+    those of the two largest measured numbers, and copies to one peer, whose time does not depend on
+    the number of GPUs."""
     few, many = sorted(measured)[-2:]
     by = f"those of {measured[few].name} and {measured[many].name}"
     about = f"declared: all-reduces and exchanges as extrapolated from {by}"
@@ -39,11 +40,11 @@ def of_more_ranks(measured: Mapping[int, Machine], ranks: int) -> list[Curve]:
 def _continued(
     pair: Sequence[Curve], ranks: tuple[int, int, int], sends_to_each: bool
 ) -> tuple[tuple[float, float], ...]:
-    """The points of a curve of the last of three numbers of ranks, from those of the others.
+    """The points of a curve for the last of three numbers of ranks, from those of the other two.
 
-    What it takes beyond the bytes that each rank sends and receives, at the rate of the largest
-    messages, is linear in the number of ranks: a ring has two steps for each further one, copies
-    one for each. So is all of a push, which sends its message to each.
+    A part of the time goes into the bytes that each rank sends and receives, at the rate of the
+    largest messages. The rest is linear in the number of ranks: each further rank adds two steps to
+    a ring, or one copy. All of a push is linear, since it sends its message to each rank.
     """
     few, many, more = ranks
     last = [each.points[-2:] for each in pair]
@@ -65,8 +66,8 @@ def _continued(
 
 
 def several(one: Machine, base: Machine, found: Machine) -> Machine:
-    """The machine `found`, each of its GPUs as `one`, with what is between those of `base`. What an
-    exchange moves in a GPU's memory takes longer by what it takes longer at its rate."""
+    """The machine `found`: each GPU is as `one`, and what is between GPUs is as of `base`. Traffic
+    of an exchange within a GPU's memory takes longer if the memory of `one` is slower."""
     further = any(each.provenance.startswith("declared") for each in base.curves)
     what = "what else is" if further else "what is"
     about = f"declared: {what} between GPUs as of {base.name}, which has the same links"
@@ -77,7 +78,7 @@ def several(one: Machine, base: Machine, found: Machine) -> Machine:
     longer = 1e-6 * (1 / one.value("copy_tb_s") - 1 / base.value("copy_tb_s"))  # us a byte
     curves = []
     for each in base.curves:
-        moved = 0.0  # bytes for each of a message's
+        moved = 0.0  # bytes that move in memory for each byte of a message
         if each.where.get("transport") == "copy-kernels":
             moved = (found.gpus + 3) / found.gpus  # by the landing in it, see `PromptCost.exchange`
         points = tuple((x, us + longer * moved * x) for x, us in each.points)

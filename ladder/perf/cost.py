@@ -1,15 +1,15 @@
 """What the operations of a decode step cost on a machine, from its curves.
 
-Products, attention, landings and all-reduces take what the machine's file says. All but the last
-take another time in a step than in a chain of their own: `step_stretch` times as long, fitted to
-one recorded step of a model without communication, `more rows` to the same of more sequences, and
-`converted` of weights in 8 bits (`ladder.perf.prediction.fitting`). A kernel that only moves a few
-rows (the embedding, the choice of the token, and a landing of which the file has no curve) takes
-`launch_us` and its rows' bytes. What a product pushes is there after what an all-reduce by push
-takes beyond `push_kernel_us`, and, if the plan blocks there, when the slowest rank is done
-(`_waits`). What waits for the step's other stream takes half of `launch_us` more; with NCCL each
-change of stream takes all of it, or what was measured (`_turn`). What runs at once shares the GPU
-(`_shared`); products slow collectives as in prompts.
+Products, attention, landings and all-reduces take the times of the machine's file. All but
+all-reduces take another time in a step than in a chain of their own: `step_stretch` times as long,
+fitted to one recorded step of a model without communication. `more rows` is fitted to such steps of
+more sequences, `converted` to those with weights in 8 bits (`ladder.perf.prediction.fitting`). A
+kernel that only moves a few rows (the embedding, the choice of the token, a landing without a curve
+in the file) takes `launch_us` and the time of its bytes. A pushed result arrives after the time of
+an all-reduce by push less `push_kernel_us`, and, if the plan blocks there, not before the slowest
+rank's (`_waits`). An operation that waits for the step's other stream takes half of `launch_us`
+more; with NCCL each change of stream takes all of it, or what was measured (`_turn`). Concurrent
+operations share the GPU (`_shared`); products slow collectives as in prompts.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ from ladder.perf.rows import between, more_rows, rows_measured
 from ladder.perf.slowdowns import Slowdowns, resource
 
 WAY = {"push": "push", "async": "nccl"}
-FULL_MESSAGE = 2**19  # bytes for which NCCL takes as many multiprocessors as for prompts
-# What a multiprocessor reads at most beside idle ones, of its share of the memory's bandwidth: by
-# least squares over chains of products of 4, 16 and 64 rows, 1.4, 1.4 and 1.2
+FULL_MESSAGE = 2**19  # bytes from which on NCCL takes as many multiprocessors as in prompts
+# How much more than its share of the memory bandwidth a multiprocessor can read while others are
+# idle. Least squares over chains of products of 4, 16 and 64 rows gave 1.4, 1.4 and 1.2
 # (benchmarks/results/2026-11-23-products-h200.jsonl).
 MOST_OF_SHARE = 1.3
-# `converted` where a machine says nothing of it, by rows: an H200's of weights in fp8, by former
-# kernels.
+# `converted` by rows for machines without such a curve: that of an H200 with weights in fp8, by
+# former kernels.
 CONVERTED = ((1.0, 1.22), (2.0, 1.25), (4.0, 1.36), (16.0, 1.49), (64.0, 1.76))
-SLOWEST = 0.001  # of a kernel's speed, beside one that leaves it nothing
+SLOWEST = 0.001  # the share of its speed that a kernel keeps beside one that leaves it nothing
 
 
 def check_reducer(name: str) -> None:
-    """Raise UserError unless it is one of inference."""
+    """Raise UserError unless `name` is a reducer of inference."""
     if name not in WAY:
         raise unknown("reducer of --reducers", name, WAY)
 
 
 def check_context(config: ModelConfig, tokens: int) -> None:
-    """Raise UserError unless the model takes so many tokens."""
+    """Raise UserError unless the model takes `tokens` tokens."""
     if not 1 <= tokens <= config.max_seq_len:
         raise UserError(
             f"--context={tokens} must be 1 to the model's context, {config.max_seq_len}"
@@ -76,8 +76,8 @@ def check_context(config: ModelConfig, tokens: int) -> None:
 class DecodeCost:
     """Microseconds of each operation of a step of `batch` sequences after `context` tokens.
 
-    weights: as stored, see `ladder.costs`. Kernels read the bytes as they are; converting those in
-    8 bits takes what was fitted to steps in e4m3, if any was.
+    weights, cache: how they are stored (`ladder.costs`). Kernels read the stored bytes; products
+    with weights in 8 bits take longer, by the curve `converted`.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class DecodeCost:
         }
         self.stored, self.cache = weights, cache
         self.kernels = kernels
-        # Whose curve prices products. That of 32 is of other tiles than today's (`decode_shapes`):
-        # products of 17 to 63 take what is between 16 and 64.
+        # The number of rows whose curve prices products. The curve of 32 rows is of other tiles
+        # than today's (`decode_shapes`), so 17 to 63 rows are interpolated between 16 and 64.
         alike = kernels.rides == "nothing" and weights == "bf16" and 16 < batch < 64
         self.rows = 16 if alike else batch
         self.heads = batch * max(1, config.num_kv_heads // tp)
@@ -124,7 +124,7 @@ class DecodeCost:
         self.landings = bool(machine.family("landing"))
 
     def _both(self) -> float:
-        """What two streams get out of the GPU, of what one does."""
+        """The throughput of two streams together, as a multiple of one stream's."""
         curves = self.machine.family("streams together")
         known = {str(each.where["weights"]): each.points for each in curves} or STREAMS_TOGETHER
         if self.stored in known and self.kernels.wide:
@@ -132,7 +132,7 @@ class DecodeCost:
         return self.machine.value("streams_together")
 
     def lowered(self, plan: Plan) -> Graph:
-        """The step of a plan, whose costs this then knows."""
+        """The operations of a plan's step; this object then prices these operations."""
         way = WAY[self.reducer] if self.tp > 1 else "alone"
         two_streams = self.kernels.rides == "nothing"
         branches = self.batch <= self.kernels.branches
@@ -147,7 +147,7 @@ class DecodeCost:
                 continue
             reduces = [one for one in (each, *others) if one.kind == "all-reduce"]
             blocks = any(one.output is None or plan.blocking[one.output] for one in reduces)
-            # What does not block is launched behind the one before it, which takes longer.
+            # A longer kernel before it hides the launch of a reduce that does not block.
             if blocks or each not in reduces:
                 self.crossing[each.index] = self._turn(blocks)
         self.waits = self._waits(graph)
@@ -156,9 +156,9 @@ class DecodeCost:
         return graph
 
     def _waits(self, graph: Graph) -> dict[int, float]:
-        """How long each sum that blocks waits for the slowest rank: the expected maximum of as many
-        normal times as there are ranks, since the sum before that was landed. What does not block
-        has a sublayer's time to arrive."""
+        """Microseconds for which each blocking sum waits for the slowest rank: the expected maximum
+        of normal times, one for each rank, whose deviation grows with the time since the last sum
+        was landed. A sum that does not block has a sublayer's time to arrive."""
         if self.tp == 1:
             return {}
         spread = self.machine.value("rank_spread") * most_of(self.tp)
@@ -173,8 +173,8 @@ class DecodeCost:
         return found
 
     def moved(self, operation: Operation) -> float:
-        """Microseconds of the rows that a landing, a sum or a send reads and writes: a push has a
-        row of each rank to read, and to store for each."""
+        """Microseconds in which a landing, a sum or a send reads and writes its rows. A landing by
+        push reads each row once for each rank, and a send stores it once for each rank."""
         tensors = float(self.tp if operation.kind == "send" else 3)
         for each in operation.landings:
             pieces = self.tp if self.reducer == "push" else 1
@@ -200,9 +200,10 @@ class DecodeCost:
         return self._known[key].us + more
 
     def _waited(self, operation: Operation) -> float:
-        """What a sum that blocks takes beyond its own time: it waits for the slowest rank, while
-        which the next product is launched. Of few rows, that is before the wait in any case; tiles
-        fill a multiprocessor's shared memory, and begin when the product before them has ended."""
+        """Microseconds that a blocking sum takes beyond its own time: it waits for the slowest
+        rank. Products of few rows are launched before the wait in any case. Tiles fill a
+        multiprocessor's shared memory: their launch begins when the product before them has ended,
+        so the time of the push and the wait hides it."""
         wait = self.waits[operation.index]
         pushed = operation.pushes or operation.stream == LINKS
         if not (pushed and self.tiles):
@@ -210,19 +211,19 @@ class DecodeCost:
         return wait - min(self._sent().us + wait, self.small)
 
     def beside(self, operation: Operation, other: Operation) -> float:
-        """The speed of an operation beside one of another stream. NCCL waits for memory beside
-        products; these lose multiprocessors to it: those of one or two rows, whose many thread
-        blocks fill all of them, a share that was sketched, those of tiles, which leave some free,
-        the fewer the smaller the message. Or what was measured."""
+        """The speed of an operation beside one of another stream: what was measured, or else this.
+        NCCL waits for memory beside products, and takes multiprocessors from them. Products of one
+        or two rows, whose thread blocks fill all multiprocessors, lose a sketched share. Tiles
+        leave some multiprocessors free, and lose less for smaller messages."""
         one, two = resource(operation), resource(other)
         if one == two == "all":
             return self._shared(operation, other)
         return self._together(one, two)
 
     def _shared(self, operation: Operation, other: Operation) -> float:
-        """The speed beside a kernel that computes, too. The one that was launched first has all
-        that it takes, since its thread blocks stay where they are; the other one has what is left
-        of what two get out of the multiprocessors, and of the memory's bandwidth."""
+        """The speed of a kernel that computes beside another one. The first to be launched keeps
+        its speed, since its thread blocks stay where they are. The other one gets what is left of
+        the throughput of two streams (`both`), and of the memory bandwidth."""
         if operation.index < other.index:
             return 1.0
         speed = 1.0
@@ -233,9 +234,9 @@ class DecodeCost:
         return speed
 
     def _shares(self, operation: Operation) -> tuple[float, float]:
-        """How much of the multiprocessors and of the memory's bandwidth an operation takes: of the
-        former all, but while it is launched (of a chain's kernels half of that is beneath the one
-        before) or waits for another stream."""
+        """The shares of the multiprocessors and of the memory bandwidth that an operation takes. It
+        takes all multiprocessors, except while it is launched (the kernel before it hides half of
+        that) or waits for another stream."""
         found = self._known_shares.get(operation.index)
         if found is None:
             us = self(operation)
@@ -245,7 +246,7 @@ class DecodeCost:
         return found
 
     def _bytes(self, operation: Operation) -> float:
-        """What it reads of weights and of the cache."""
+        """Bytes of weights or of the cache that an operation reads."""
         if operation.kind == "attention":
             return self.heads * head_bytes_of_token(self.config, self.cache) * self.context
         return self.weights[operation.part] if operation.kind == "product" else 0.0
@@ -265,9 +266,9 @@ class DecodeCost:
         return self.slowdowns.together(one, two)
 
     def _turn(self, blocks: bool) -> float:
-        """Microseconds of a change of stream: a launch, or what was measured. What an all-reduce
-        adds to a step besides its own time belongs in equal parts to it and to what lands it. If it
-        does not block, what it adds beyond what products lose beside it belongs to the landing."""
+        """Microseconds of a change of stream: a launch, or what was measured. A blocking all-reduce
+        adds more to a step than its own time; half of the rest counts for it, half for its landing.
+        One that does not block slows products; what it adds beyond that counts for its landing."""
         measured = self.machine.family(AWAITED if blocks else HIDDEN)
         if not measured:
             return self.small
@@ -278,14 +279,14 @@ class DecodeCost:
         return max(0.0, added - lost)
 
     def estimate(self, operation: Operation) -> Estimate:
-        """What it takes alone. Raises UserError if the machine lacks the curve."""
+        """The time of an operation alone. Raises UserError if the machine lacks the curve."""
         kind = operation.kind
         if not operation.launched:
-            # A send is there when it has reached the others; a landing runs under the product.
+            # A send ends when it has reached the peers; a landing that rides runs in its product.
             return self._sent() if kind == "send" else Estimate(0.0, "measured")
         if kind in ("product", "attention"):
             found = self.alone(operation)
-            if operation.output is None:  # what it pushes, if anything, is an operation of its own
+            if operation.output is None:  # its push, if there is one, is an operation of its own
                 return found
             sent = self._sent()
             return Estimate(found.us + sent.us, worst([found.basis, sent.basis]))
@@ -302,7 +303,7 @@ class DecodeCost:
         return Estimate(self.small, "interpolated")
 
     def alone(self, operation: Operation) -> Estimate:
-        """A product or attention without what it pushes."""
+        """The time of a product or of attention without its push."""
         part = operation.part
         if part not in self._alone:
             product = operation.kind == "product"
@@ -320,8 +321,8 @@ class DecodeCost:
         return self._alone[part]
 
     def _attention(self) -> Estimate:
-        """By bytes: a head of another size, and a context beyond those of the curves, count as so
-        many heads."""
+        """By bytes: heads of another size than the curves' count as proportionally more or fewer
+        heads, and so does a longer context than theirs."""
         curve = ATTENTION[self.cache]
         keys = [float(each.where["keys"]) for each in self.machine.family(curve)]
         heads = self.heads * self.config.head_dim / HEAD_DIM
@@ -334,9 +335,9 @@ class DecodeCost:
         return self.machine.between(curve, "keys", self.context, heads)
 
     def _product(self, nbytes: float, rows: int) -> Estimate:
-        """Of more rows than one, as measured; or, at one size alone, as with one row, and what more
-        rows cost there: they are other kernels, which take as much longer to begin and to end. What
-        was fitted to steps of more sequences corrects either."""
+        """A product that reads `nbytes` of weights. With several rows: their curve. If that has
+        only one size: the time of one row, plus what several rows add at that size, since their
+        kernels take longer to begin and end. The curve `more rows`, a fitted one, corrects both."""
         one = self.machine.curve("product", rows=1)
         found = one.at(nbytes)
         least, us = one.points[0]
@@ -356,9 +357,9 @@ class DecodeCost:
         return Estimate(found.us + more_us, "extrapolated")
 
     def _unevenness(self, part: str) -> float:
-        """As how many times its bytes a product of tiles counts: the multiprocessors with the most
-        thread blocks take longest, faster by up to MOST_OF_SHARE while others are idle. Cuts for
-        few outputs were chosen to use the whole bandwidth. Curves of one size say nothing of it."""
+        """The factor on the bytes of a product of tiles: the multiprocessors with the most thread
+        blocks take longest, but read up to MOST_OF_SHARE times faster while others are idle. 1 for
+        few outputs, whose cuts use the whole bandwidth, and for curves of only one size."""
         outputs, inputs, gated = self.matrix(part)
         if not self.tiles or outputs < FEW or not rows_measured(self.machine):
             return 1.0
@@ -373,14 +374,14 @@ class DecodeCost:
         return outputs // (2 if gated else 1), inputs, gated
 
     def _converting(self) -> float:
-        """How many times as long a product takes whose weights are converted: as of fp8 where that
-        is not known of their type, and as of an H200 where neither is."""
+        """The factor on the time of a product whose weights are converted: by the curve of their
+        type, or else of fp8, or else CONVERTED."""
         family = {curve.where["weights"]: curve for curve in self.machine.family("converted")}
         found = family.get(self.stored) or family.get("fp8")
         return between(found.points if found else CONVERTED, self.batch)
 
     def _sent(self) -> Estimate:
-        """A push that is no kernel of its own: another kernel reads, sums and lands."""
+        """The time of a push without a kernel of its own: another kernel reads, sums and lands."""
         found = self._reduce()
         taken = self.machine.value("push_kernel_us")
         return Estimate(max(0.0, found.us - taken), found.basis)
@@ -393,5 +394,5 @@ class DecodeCost:
 
 
 def most_of(ranks: int) -> float:
-    """The expected maximum of so many standard normal values (Blom's approximation)."""
+    """The expected maximum of `ranks` standard normal values (Blom's approximation)."""
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))

@@ -1,8 +1,9 @@
 """What the kernels of a prefill cost on a machine.
 
-Products take their arithmetic at `matrix_tflop_s`, less what the power limit takes;
-kernels between them their bytes at `copy_tb_s`; collectives and copies what their curves say; and
-each of them a gap. A barrier, whose time has its launch, has one if it changes streams.
+Products take their arithmetic at the rate of the `matrix` curves, or else `matrix_tflop_s`, less
+what the power limit takes. Kernels between products take their bytes at `copy_tb_s`, collectives
+and copies the times of their curves. Each of them takes a gap, too. A barrier's time includes its
+launch: it takes a gap only if it changes streams.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ATTENTION_ROWS = 128  # queries of one thread block
 class PromptCost:
     """Microseconds of each operation of a prefill of `batch` prompts of `prompt` tokens.
 
-    weights: as stored, see `ladder.costs`. Those in 8 bits are converted before each product.
+    weights: how they are stored (`ladder.costs`). Weights in 8 bits are converted for each product.
     """
 
     def __init__(
@@ -41,15 +42,15 @@ class PromptCost:
     ) -> None:  # fmt: skip
         self.config, self.machine, self.tp = config, machine, tp
         self.batch, self.prompt, self.rows = batch, prompt, batch * prompt
-        # What the operators' table is asked for: as the engine runs a prompt (`ladder.infer`).
+        # The mode for which the operators' table is asked, as by the engine (`ladder.infer`).
         self.mode = prompt_mode(self.rows)
         self.heads = config.num_heads // tp
         self.shapes = product_shapes(config, tp)
         self.packed, self.inner = self.shapes["qkv"][0], self.shapes["down"][1]
         self.stored = weights
-        self.share = 1.0  # of the rate of products, at the power limit
+        self.share = 1.0  # of their rate, that products keep under the power limit
         self.gap = machine.value("prompt_gap_us")
-        self.least = machine.value("launch_us")  # of any kernel
+        self.least = machine.value("launch_us")  # the least time of any kernel
         self.rate = 1e6 * machine.value("matrix_tflop_s")  # FLOPs a microsecond
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
         self.barrier = machine.value("barrier_us")
@@ -62,16 +63,16 @@ class PromptCost:
         if key not in self._known:
             found = self.estimate(operation)
             self.bases.append(found.basis)
-            # `prompt_gap_us` may be fitted to less than a launch takes; what takes nothing is none.
+            # `prompt_gap_us` may be fitted to less than a launch. What takes 0 us is no launch.
             self._known[key] = max(found.us, self.least) if found.us else 0.0
         return self._known[key]
 
     def key(self, each: Operation) -> tuple[object, ...]:
-        """Operations that are alike in it take as long."""
+        """Operations with equal keys take equally long."""
         return each.kind, each.part, each.few, each.algorithm, each.tensors, each.stream
 
     def estimate(self, operation: Operation) -> Estimate:
-        """What it takes alone. Raises UserError if the machine lacks the curve."""
+        """The time of an operation alone. Raises UserError if the machine lacks the curve."""
         kind, few = operation.kind, operation.few
         rows = self.batch if few else self.rows
         if kind == "product":
@@ -110,14 +111,14 @@ class PromptCost:
             if whole is not None:
                 share = operation.tensors / (2 * (self.tp - 1) / self.tp)
                 return Estimate(share * whole.us, whole.basis)
-            # As a push, which sends a message to each of them.
+            # As an all-reduce by push, which sends a message to each peer.
             sent = operation.tensors * self.tensor(rows) / (self.tp - 1)
             return self.machine.curve("all-reduce", algorithm="push").at(sent)
         return self.moved(operation.tensors * self.tensor(rows))
 
     def rounded(self, rows: int) -> Estimate:
-        """An all-reduce in 8 bits (`ladder.parallel.eight_bits`): one gather of all ranks' messages
-        of two ranks, an all-to-all, which moves as much as a gather, and a gather of more."""
+        """An all-reduce in 8 bits (`ladder.parallel.eight_bits`). Two ranks gather their messages
+        once. More ranks do an all-to-all, which moves as much as a gather, and then a gather."""
         row = BF16 * self.config.hidden_size
         message = message_bytes(self.config.hidden_size)
         if self.tp == 2:
@@ -130,8 +131,8 @@ class PromptCost:
         return Estimate(link + rows * moved / self.memory + gaps * self.gap, "extrapolated")
 
     def exchange(self, transport: str, landed: int) -> Estimate | None:
-        """What moving rows there and back takes of an exchange as it was measured, beside its two
-        barriers and its landing, of `landed` tensors of a rank's rows; None if it was not."""
+        """The time in which a measured exchange moves rows there and back: less its two barriers
+        and its landing, which moves `landed` tensors of a rank's rows. None if not measured."""
         measured = self.machine.family("exchange", transport=transport)
         if not measured:
             return None
@@ -143,11 +144,11 @@ class PromptCost:
     def fused(
         self, kind: str, part: str, any_order: bool, lands: bool = False, back: bool = False
     ) -> Estimate:
-        """An exchange of all rows inside of a product, beyond the product.
+        """What an exchange of all rows inside of a product takes beyond the product.
 
-        back: inside of the product's gradients. lands: so is the landing of a scatter. It counts as
-        one behind it, too: in a model such operators take about that much longer than one by one
-        (docs/predict.md).
+        back: the exchange is inside of the products of the gradients. lands: a scatter's landing is
+        inside, too. It counts a second time, as the operation after the product: in a model such
+        operators take about that much longer than by themselves (docs/predict.md).
         """
         outputs, inputs = self.shapes[part]
         if back:
@@ -186,7 +187,7 @@ class PromptCost:
         return max(self.arithmetic(rows, outputs, inputs) / self.share, read) + self.gap + more
 
     def arithmetic(self, rows: int, outputs: int, inputs: int) -> float:
-        """By the curves of shapes, or else at the rate of a large square."""
+        """Microseconds of arithmetic, by the `matrix` curves or else at a large square's rate."""
         flops = 2.0 * rows * outputs * inputs
         rate = matrix_rate(self.machine, rows, outputs, inputs)
         if rate is not None:
@@ -194,7 +195,8 @@ class PromptCost:
         return flops * (1 + FILL / inputs) / (1 + FILL / SQUARE) / self.rate
 
     def attention(self, prompt: int) -> float:
-        """Causal attention of whole prompts; too few blocks leave multiprocessors idle."""
+        """Microseconds of causal attention of whole prompts; too few blocks leave multiprocessors
+        idle. prompt 1: of the last position of each prompt."""
         if prompt == 1:
             nbytes = 2 * BF16 * self.batch * self.prompt * self.config.head_dim
             return nbytes * max(1, self.config.num_kv_heads // self.tp) / self.memory

@@ -1,9 +1,9 @@
 """What the operations of a training step cost on a machine: of one micro-batch, and the optimiser.
 
-The operations are those of `ladder.perf.graph.training`; each stands for the kernels that torch
-makes of it when sublayers, landings and losses are compiled. Products in the backward pass are two,
-of the input's gradient and of the weight's. What kernels between products read and write is counted
-in tensors (READS and below), of 2 bytes an element; weights and gradients are float32.
+The operations are those of `ladder.perf.graph.training`. Each stands for the kernels that torch
+makes of it when sublayers, landings and losses are compiled. A product has two in the backward
+pass: for the gradients of the input and of the weight. What kernels between products read and write
+is counted in tensors (LANDED and below) of 2 bytes an element; weights and gradients are float32.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ladder.perf.memory import local_parameters
 from ladder.perf.nodes import LIKELY, Doubt, for_degree, group, links_of
 from ladder.perf.power import power_share
 
-BACKWARD_ATTENTION = 2.5 / 0.85  # its arithmetic, and its rate, of those of the forward pass
+BACKWARD_ATTENTION = 2.5 / 0.85  # its arithmetic over its rate, both relative to the forward pass
 LANDED = 3  # tensors of a landing: the residual, and both results; and one for each addend
 BACKWARD_LANDING = 6  # two gradients, the residual, the result; two again for the weight's
-INPUT_GRADIENTS = {"qkv": 4, "gate-up": 3}  # of products of one input, and their sum
-SWIGLU = {False: 3, True: 5}  # of the inner size
+INPUT_GRADIENTS = {"qkv": 4, "gate-up": 3}  # an input's gradients by its products, and their sum
+SWIGLU = {False: 3, True: 5}  # tensors of the inner size, by whether it is backward
 ROTARY = 2  # of queries and keys: read and written
 LOGITS = 2 + 2  # passes over the logits, forward and backward
 ADAMW = 28 + 12  # bytes of a parameter: AdamW reads four numbers and writes three; clipping three
@@ -36,9 +36,9 @@ ADDED = 2 * FP32  # bytes of a gradient that is added to an earlier micro-batch'
 
 @dataclass(frozen=True)
 class TrainingShape:
-    """A layout on so many GPUs, and a micro-batch. held: the ranks of the plan's T that a process
-    computes. shards: of parameters, gradients and optimiser, over data-parallel ranks. nodes: which
-    have as many GPUs each."""
+    """A layout on GPUs, and a micro-batch of `sequences`. replicas: data-parallel ranks. shards:
+    the parts into which these split parameters, gradients and optimiser state. held: the ranks of
+    the plan's T that a process computes. nodes: with the same number of GPUs each."""
 
     tp: int
     replicas: int
@@ -56,17 +56,17 @@ class TrainingShape:
 
 
 def groups(tp: int, replicas: int, nodes: int) -> list[int]:
-    """The sizes of the groups whose collectives files have to have. Over nodes, those of data
-    parallelism are computed from links."""
+    """The sizes of the groups whose collectives must be in machine files. On several nodes, the
+    collectives of data parallelism are computed from links instead."""
     sizes = {tp, replicas} if nodes == 1 else {tp}
     return sorted(sizes - {1})
 
 
 class TrainingCost(PromptCost):
-    """Microseconds of each operation. adds: whether gradients are added to earlier ones. no_comm:
-    whether the sublayers' reduces take nothing, as `ladder bench train` leaves them out. doubt: of
-    the links of several nodes. machines: by their GPUs, with the collectives of groups of so many;
-    without one, those that come with the package."""
+    """Microseconds of each operation. adds: whether gradients are added to earlier micro-batches'.
+    no_comm: whether the sublayers' reduces are left out, as by `ladder bench train`. doubt: about
+    links between nodes. machines: by number of GPUs, the machines with the collectives of groups of
+    that size; shipped machines stand in for missing ones."""
 
     def __init__(
         self, config: ModelConfig, machine: Machine, shape: TrainingShape, adds: bool,
@@ -76,7 +76,7 @@ class TrainingCost(PromptCost):
         super().__init__(config, machine, degree, shape.sequences, shape.seq_len)
         self.shape, self.adds, self.no_comm = shape, adds, no_comm
         self.mode = "eager"
-        self.vocabulary = -(-config.vocab_size // shape.tp)  # split over processes alone
+        self.vocabulary = -(-config.vocab_size // shape.tp)  # split over processes, not over T
         self.shapes["head"] = self.vocabulary, config.hidden_size
         known, sizes = machines or {}, groups(shape.tp, shape.replicas, shape.nodes)
         self.collectives = {n: known.get(n) or for_degree(machine, n) for n in sizes}
@@ -178,8 +178,9 @@ class TrainingCost(PromptCost):
         return Estimate(found.us + local + self.gap, found.basis)
 
     def _inside(self, operation: Operation) -> Estimate:
-        """Exchanges inside of products: one for each of attention and MLP. A gather is that of the
-        first product's rows or, backward, of its gradient's; so is a scatter of the last's."""
+        """Exchanges inside of products: one for each of a sublayer's attention and MLP. A gather is
+        inside the first product, and its backward, a scatter, inside that product's backward. A
+        scatter and its backward, a gather, are inside the last product in the same way."""
         assert operation.sublayer is not None
         gathers = (operation.kind == "all-gather") != operation.backward
         ends = FIRST if gathers else LAST
@@ -193,7 +194,7 @@ class TrainingCost(PromptCost):
 
     def _awaited(self, kinds: Sequence[str], back: bool) -> float:
         """Microseconds for which an exchange that blocks waits for the slowest rank, as in a decode
-        step: each of a sublayer's two for half of what that computes."""
+        step. A sublayer has two such exchanges; each waits for the spread of half its time."""
         us = 0.0
         for kind in kinds:
             us += sum(self._sublayer_products(ends[kind], back) for ends in (FIRST, LAST))
@@ -201,7 +202,7 @@ class TrainingCost(PromptCost):
         return self.machine.value("rank_spread") * most_of(self.shape.tp) * us / 2
 
     def _local(self, operation: Operation) -> float:
-        """What a process sums, copies or adds itself around a reduce."""
+        """Microseconds in which a process itself sums, copies or adds around a reduce."""
         assert operation.output is not None
         tensors = 0.0
         if self.shape.held > 1:  # the sum over the held ranks, and its gradient for each
@@ -215,15 +216,15 @@ class TrainingCost(PromptCost):
         return tensors * self.whole / self.memory + (self.gap if tensors else 0.0)
 
     def _repeated(self, kind: str) -> float:
-        """What a benchmark without communication does in its place: it repeats a rank's rows in
-        place of gathering, and takes some in place of scattering."""
+        """Microseconds of what a benchmark without communication does instead: it repeats a rank's
+        rows instead of gathering, and takes some of the rows instead of scattering."""
         if kind == "all-reduce":
             return 0.0
         tensors = 1 + 1 / self.shape.tp if kind == "all-gather" else 2 / self.shape.tp
         return tensors * self.whole / self.memory + self.gap
 
     def _over_data(self, operation: Operation) -> Estimate:
-        """Of one layer's weights or gradients."""
+        """The collective of one layer's weights or gradients over data-parallel ranks."""
         shape, plan = self.shape, self.config.plan
         layer = self.parameters / max(1, plan.num_layers)
         if shape.replicas == 1:
@@ -234,7 +235,8 @@ class TrainingCost(PromptCost):
         return self._wire(operation.kind, nbytes, shape.replicas)
 
     def _over_nodes(self, kind: str, nbytes: float) -> float:
-        """Seconds. Ranks of one place in their TP groups; shards lie next to each other."""
+        """Seconds of a collective over nodes, between ranks with the same place in their TP groups.
+        The shards of a copy lie next to each other."""
         shape = self.shape
         here = shape.replicas // shape.nodes  # of a node
         within = min(shape.shards, here)
@@ -250,6 +252,6 @@ class TrainingCost(PromptCost):
         return self.collectives[degree].nccl(kind, nbytes)
 
     def limit(self, busy_us: float, total_us: float) -> None:
-        """As for prompts, but without a beginning."""
+        """As for prompts, but without the time above the limit at the beginning."""
         self.unlimit()
         self.share = power_share(self.machine, 1e-3, busy_us, total_us)

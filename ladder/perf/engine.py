@@ -33,9 +33,9 @@ class Engine:
         heapq.heappush(self._heap, (self.now + delay, self._calls, run))
 
     def passed(self, delay: int) -> bool:
-        """Whether nothing else happens for `delay` picoseconds, which then have passed.
+        """Whether nothing else happens for `delay` picoseconds. If so, the time advances by them.
 
-        The caller is an event, and does at once what it would have called `after` for.
+        The caller is an event. It can then do at once what it would have called `after` for.
         """
         end = self.now + delay
         if self._heap and self._heap[0][0] <= end:
@@ -44,7 +44,7 @@ class Engine:
         return True
 
     def run(self) -> int:
-        """Run all events, and those that they add; the time of the last one."""
+        """Run all events, and those that they add. Returns the time of the last one."""
         heap, pop = self._heap, heapq.heappop
         while heap:
             self.now, _, call = pop(heap)
@@ -53,9 +53,10 @@ class Engine:
 
 
 class Line:
-    """A resource that serves one thing after the other at a fixed rate, then waits a latency.
+    """A resource that serves one thing after the other at a fixed rate, and delivers each after a
+    latency.
 
-    rate: units a second. The latency of one thing is no obstacle to the next one.
+    rate: units a second. The next thing does not wait for the latency of the one before.
     """
 
     def __init__(self, engine: Engine, rate: float, latency: int = 0) -> None:

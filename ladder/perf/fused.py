@@ -1,8 +1,8 @@
-"""Exchanges inside of products (`ladder.ops`): what they take beside the product.
+"""Exchanges inside of products (`ladder.ops`): what they take beyond the product.
 
 The operators' table picks the implementation of each call. One that does not overlap takes the
-backend's exchange after or before the product, whole; one that does what its schedule takes beyond
-the product alone, executed on all ranks (`ladder.perf.operators`).
+whole time of the backend's exchange, before or after the product. One that overlaps takes what its
+schedule, executed on all ranks (`ladder.perf.operators`), takes beyond the product alone.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ OPERATORS = {
     "all-gather": GATHER,
     "reduce-scatter": SCATTER,
     "all-reduce": "matmul_all_reduce",
-    "landing": LANDING,  # of rows that are scattered, with the scatter
+    "landing": LANDING,  # a scatter and the landing of the scattered rows
 }
 EXCHANGES = {op: kind for kind, op in OPERATORS.items()}
 GRADIENTS = {EXCHANGES[alone]: op for op, alone in ALONE.items()}  # by the exchange in them
-# Of the backend's exchange, the median of benchmarks/results/2026-11-22-ops-h200x2.jsonl:
-# all-reduces that add in the order of the ranks.
+# The time of all-reduces that add in the order of the ranks, as a multiple of the backend's: the
+# median of benchmarks/results/2026-11-22-ops-h200x2.jsonl.
 STAGED = {"matmul_all_reduce": 1.47}
 
 
 class Inside:
-    """What exchanges inside of products take on so many of a machine's GPUs."""
+    """The times of exchanges inside of products on `ranks` of a machine's GPUs."""
 
     def __init__(self, machine: Machine, ranks: int) -> None:
         from ladder.perf.operators.predict import Predictor  # slow to import, and needed by few
@@ -42,17 +42,17 @@ class Inside:
         self, kind: str, sizes: tuple[int, int, int], any_order: bool, backend_us: float,
         mode: Mode, back: bool = False,
     ) -> float:  # fmt: skip
-        """Microseconds beside the product; backend_us: of the backend's exchange.
+        """Microseconds beyond the product. backend_us: the time of the backend's exchange.
 
-        kind: a key of OPERATORS. sizes: of the product, as the table has them: m, n, k. mode: in
-        which the table is asked; what the host takes is not in the time, since it is ahead. back:
-        the product and that of the matrix's gradient.
+        kind: a key of OPERATORS. sizes: m, n, k of the product, as in the table. mode: the one for
+        which the table is asked. The host is ahead of the GPU: its time does not count. back:
+        whether the operator also has the product of the matrix's gradient.
         """
         from ladder.ops.registry import SERIAL  # slow to import, and needed by few
 
         op = (GRADIENTS if back else OPERATORS)[kind]
         name, options = picked(op, self.machine.gpu, self.ranks, sizes, any_order, mode)
-        if name in SERIAL and back:  # one by one, the first by an operator of its own
+        if name in SERIAL and back:  # two products one by one, the first by its own operator
             return self(kind, sizes, any_order, backend_us, mode)
         if name in SERIAL:
             return (STAGED.get(op, 1.0) if name == "staged" else 1.0) * backend_us
@@ -68,8 +68,8 @@ class Inside:
 def picked(
     op: str, gpu: str, ranks: int, sizes: tuple[int, int, int], any_order: bool, mode: Mode
 ) -> tuple[str, tuple[tuple[str, object], ...]]:
-    """The implementation of a call by the operators' table, and its options."""
-    import torch  # as all of these slow to import, and needed by few
+    """The implementation that the operators' table picks for a call, and its options."""
+    import torch  # like the others, slow to import and rarely needed
 
     from ladder.ops import choice, registry
 

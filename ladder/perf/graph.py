@@ -1,12 +1,12 @@
 """The operations of a pass and what each waits for, from a plan's own schedule.
 
-Nothing here knows a preset's name: what lands where is `Plan.landings`, what may begin early
-`Plan.early`, and what blocks `Plan.blocking`, as in the loop of the model. This module makes the
-passes of prompts and of training, `ladder.perf.lower_decode` the kernels of a fused decode step.
+No preset's name occurs here. As in the model's loop, `Plan.landings` says what lands where,
+`Plan.early` what may begin early, and `Plan.blocking` what blocks. This module builds forward
+passes and training steps; `lower_prefill` and `lower_decode` build the fused engine's kernels.
 
-An operation is launched on a stream, and runs after those that were launched there before it and
-after those that it `needs`. One that `rides` is extra thread blocks of another operation's launch,
-and one on LINKS is under way between GPUs.
+An operation is launched on a stream. It runs after the operations launched there before it, and
+after those in its `needs`. An operation that `rides` consists of extra thread blocks in another
+operation's launch. An operation on LINKS is data on its way between GPUs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ladder.models.ranks import Ranks
 from ladder.parallel.refusals import sharded_refusal
 
 FUSED = "fused"  # the algorithm of an exchange inside of a product
-ROUNDED = "8 bits"  # of an all-reduce whose messages are rounded, by NCCL
+ROUNDED = "8 bits"  # the algorithm of an all-reduce by NCCL whose messages are rounded
 MAIN, SIDE, COMM, DATA = "main", "side", "communication", "data parallel"
-COPIES = "copies of shards"  # gradients of HSDP, between copies of a shard
-SECOND = "second"  # of a decode step, for sublayers beside those on MAIN
-LINKS = "links"  # what products have pushed, until all ranks have it
+COPIES = "copies of shards"  # HSDP's all-reduces of gradients between the copies of a shard
+SECOND = "second"  # a decode step's second stream, for sublayers that run beside those on MAIN
+LINKS = "links"  # data that products have pushed, until all ranks have it
 COMPUTES = ("product", "attention")
 REDUCES = ("all-reduce", "reduce-scatter", "push", "send", "barrier")
 STYLES = ("all-reduce", "sharded", "alone")
@@ -35,12 +35,13 @@ STYLES = ("all-reduce", "sharded", "alone")
 class Operation:
     """One operation of a rank.
 
-    kind: embed, product, attention, landing, copy, send, all-reduce, reduce-scatter, all-gather,
-    head, choice, loss, optimiser; a product that pushes its result is a `product` with `pushes`.
-    part: which product (qkv, output, gate-up, down). sublayer: whose; for a landing the read.
-    output: the output that a reduce sums. landings: what a landing lands, in order. algorithm: a
-    collective's, as in the machine's curves. tensors: how many tensors of the residual's size it
-    reads and writes. few: it has one row of each sequence.
+    kind: embed, product, attention, rotary, swiglu, landing, sum, norm, copy, send, peers, copies,
+    barrier, all-reduce, reduce-scatter, all-gather, head, choice, loss, optimiser. pushes: whether
+    a product pushes its result to the peers. part: which product (qkv, output, gate-up, down,
+    head). sublayer: its number; for a landing that of the read. output: the output that a reduce
+    sums. landings: what a landing lands, in order. algorithm: of a collective, as in the machine's
+    curves. tensors: how many tensors of the residual's size the operation reads and writes. few:
+    whether it has one row per sequence instead of one per token.
     """
 
     index: int
@@ -77,7 +78,7 @@ class Graph:
     operations: list[Operation] = field(default_factory=list)
 
     def add(self, kind: str, needs: Iterable[int | None], **fields: object) -> int:
-        """Append an operation; its index. A None in `needs` is left out."""
+        """Append an operation, and return its index. A None in `needs` is ignored."""
         found = tuple(sorted({each for each in needs if each is not None}))
         index = len(self.operations)
         assert not found or found[-1] < index, "it needs what has not been launched"
@@ -109,8 +110,8 @@ class Graph:
         return found
 
     def before(self) -> list[set[int]]:
-        """For each operation those that must have ended, one step back: `needs`, the one before it
-        on its stream, and what the launch that it rides on needs."""
+        """For each operation, the direct predecessors that must have ended: those in `needs`, and
+        the operation before it on its stream, or, if it rides, the predecessors of its launch."""
         newest: dict[str, int] = {}
         found: list[set[int]] = []
         for each in self.operations:
@@ -126,10 +127,11 @@ class Graph:
 
 
 class Loop:
-    """The loop of the model over a graph: what `Pass.read` and `Pass.write` do.
+    """The model's loop, as operations of a graph: what `Pass.read` and `Pass.write` do.
 
-    residual, base: the operations that made the newest residual and the newest base. starts: the
-    operation that ends each output's sum, and `owns` that of its own partial.
+    residual, base: the operations that made the newest residual and the newest base. starts: by
+    output, the operation that ends the output's sum. owns: by output, the operation that makes
+    this rank's own partial.
     """
 
     def __init__(self, plan: Plan, reduces: bool = True) -> None:
@@ -152,7 +154,7 @@ class Loop:
         return None
 
     def landed(self, n: int, residual: int) -> None:
-        """Read n has landed: `residual` made its residual."""
+        """Note that read n has landed; operation `residual` made its residual."""
         self.residual = residual
         if not self.plan.base_needed[n]:
             self.base = None
@@ -160,7 +162,7 @@ class Loop:
             self.base = residual
 
     def arrivals(self, landings: Sequence[Landing]) -> list[int]:
-        """The operations that end what `landings` take."""
+        """The operations that end the sums and make the own partials that `landings` take."""
         found = []
         for landing in landings:
             if landing.summed:
@@ -171,7 +173,7 @@ class Loop:
 
 
 def sublayer_operations(graph: Graph, plan: Plan, n: int, read: int) -> list[int]:
-    """Add sublayer n's operations but for its last products; what each of those needs."""
+    """Add sublayer n's operations except its last products; return what each of these needs."""
     found = []
     for kind in plan.sublayers[n].kind.split("+"):
         if kind == "attention":
@@ -188,10 +190,11 @@ LAST = {"attention": "output", "mlp": "down"}
 def forward(plan: Plan, style: str = "all-reduce", fused: bool = False) -> Graph:
     """The forward pass over whole sequences.
 
-    style: `all-reduce` (residual whole on every rank, NCCL on a stream of its own), `sharded`
-    (residual sharded by tokens: reduce-scatter, land, gather; what does not block on a side
-    stream), as training with sequence parallelism has it, or `alone` (one process has all ranks,
-    and sums what it holds). fused: whether what blocks under `sharded` is inside of products.
+    style: `all-reduce`: every rank has the whole residual, and NCCL has a stream of its own.
+    `sharded`: the residual is sharded by tokens, as in training with sequence parallelism
+    (reduce-scatter, land, gather; exchanges that do not block are on a side stream). `alone`: one
+    process has all ranks and sums their partials. fused: whether under `sharded` blocking
+    exchanges are inside of products.
     """
     if style not in STYLES:
         raise unknown("style of a pass", style, STYLES)
@@ -203,7 +206,7 @@ def forward(plan: Plan, style: str = "all-reduce", fused: bool = False) -> Graph
     graph, early, last = loop.graph, dict[int, int](), len(plan.sublayers)
 
     def land(n: int) -> int:
-        """The landing of read n, and under `sharded` its gather; the operation to wait for."""
+        """Add the landing of read n, and under `sharded` its gather. Returns what to wait for."""
         landings = plan.landings[n]
         source = loop.base if landings and landings[0].on_base else loop.residual
         needs = [source, *loop.arrivals(landings)]
@@ -260,10 +263,11 @@ def training(
 ) -> Graph:
     """A training step: forward, loss, backward, optimiser.
 
-    The backward pass issues the forward's operations in reverse, each after what its gradient
-    comes from; a gather's is a scatter. gradients: `ddp` reduces those of each layer as soon as
-    they are there; `fsdp` scatters them, and gathers each layer's weights before both passes;
-    `hsdp` then reduces the scattered ones between copies, on a stream of their own, as torch does.
+    The backward pass issues the forward operations in reverse, each after the operations that
+    yield its gradient; the backward of a gather is a scatter. gradients: `ddp` all-reduces each
+    layer's gradients as soon as they exist. `fsdp` reduce-scatters them, and gathers each layer's
+    weights before both passes. `hsdp` also all-reduces the scattered gradients between copies of
+    a shard, on a stream of their own, as torch does.
     """
     if gradients not in GRADIENTS:
         raise unknown("reduction of gradients", gradients, GRADIENTS)

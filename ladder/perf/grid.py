@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from ladder.perf.machine import Machine
 
-FILL, SQUARE = 128, 8192  # what fills a tile's pipeline, of its inputs; `matrix_tflop_s` has SQUARE
+FILL, SQUARE = 128, 8192  # inputs that fill a tile's pipeline; the size for `matrix_tflop_s`
 
 
 def matrix_rate(machine: Machine, rows: float, outputs: float, inputs: float) -> float | None:
-    """FLOPs a microsecond, None without curves of products of many rows.
+    """The rate of a product in FLOPs a microsecond; None if there are no `matrix` curves.
 
-    Between the shapes that were measured linear in the logarithms; outside the nearest one's.
+    Between measured shapes it is linear in the logarithms of outputs and inputs; outside of them it
+    is that of the nearest shape.
     """
     rates: dict[tuple[float, float], float] = {}
     for each in machine.family("matrix"):
@@ -36,7 +37,7 @@ def matrix_rate(machine: Machine, rows: float, outputs: float, inputs: float) ->
 
 
 def _around(places: Sequence[float], value: float) -> list[tuple[float, float]]:
-    """The places beside a value, with their shares, linear in the logarithm."""
+    """The places on both sides of a value, with their shares, linear in the logarithm."""
     if not places[0] < value < places[-1]:
         return [(places[0] if value <= places[0] else places[-1], 1.0)]
     n = next(n for n, place in enumerate(places) if place >= value)

@@ -42,7 +42,7 @@ class Job:
 
 
 class Step(Loop):
-    """What the steps of all kernels have. read: what made the newest read."""
+    """What today's and former decode steps share. read: the operation that made the newest read."""
 
     def __init__(self, plan: Plan, way: str) -> None:
         if way not in WAYS:
@@ -50,14 +50,14 @@ class Step(Loop):
         super().__init__(plan, reduces=way != "alone")
         self.way = way
         self.read: int | None = None
-        self.last: Job | None = None  # of the newest read
+        self.last: Job | None = None  # the last job of the newest read
         self.new_base: Job | None = None
 
     def add(self, kind: str, needs: Iterable[int | None], **fields: object) -> int:
         return self.graph.add(kind, needs, **fields)
 
     def jobs(self, landings: Sequence[Landing]) -> list[Job]:
-        """`DecodePass._jobs`."""
+        """The landings as kernels, split as `DecodePass._jobs` splits them."""
         jobs: list[Job] = []
         current = Job(self.residual)
         sums = owns = 0
@@ -94,7 +94,7 @@ class Step(Loop):
         )
 
     def finished(self) -> None:
-        """The newest read has landed."""
+        """Note that the newest read has landed."""
         assert self.last is not None
         self.read = self.last.operation
         if self.new_base is not None:
@@ -129,7 +129,7 @@ class Step(Loop):
 
 @dataclass
 class _Stream:
-    """A stream, of which an event is what has ended when the next operation there begins."""
+    """A stream. Its event holds the operations that have ended when its next one begins."""
 
     done: Event = frozenset()
 
@@ -147,7 +147,7 @@ class _Decode(Step):
         self.chains = Chains((_Stream(frozenset({self.residual})), _Stream()))
 
     def add(self, kind: str, needs: Iterable[int | None], **fields: object) -> int:
-        """Launch it on the stream of now, after all that this has waited for."""
+        """Launch an operation on the current stream, after all that the stream has waited for."""
         stream = self.stream
         name = {"stream": STREAMS[self.chains.place]}
         found = super().add(kind, [*needs, *stream.done], **name | fields)
@@ -157,7 +157,7 @@ class _Decode(Step):
 
     @property
     def stream(self) -> _Stream:
-        """That of now."""
+        """The current stream."""
         found = self.chains.streams[self.chains.place]
         assert isinstance(found, _Stream)
         return found
@@ -186,7 +186,7 @@ class _Decode(Step):
         self.chains.read()
 
     def _inner(self, n: int) -> list[tuple[str, int]]:
-        """The first kernels of a sublayer's parts: the last product of each, and what it needs."""
+        """Add the first kernels of a sublayer's parts. Returns each last product and its need."""
         found = []
         for place, kind in enumerate(self.plan.sublayers[n].kind.split("+")):
             if place and self.branches:
@@ -198,7 +198,7 @@ class _Decode(Step):
         return found
 
     def _write(self, n: int, inner: Sequence[tuple[str, int]]) -> None:
-        """`DecodePass.reduce`."""
+        """Add what `DecodePass.reduce` launches."""
         record, keep = self.plan.sublayers[n], self.plan.own_needed[n]
         if record.reduce == "none":
             self.owns[n] = self._products(n, inner, None)
@@ -213,7 +213,7 @@ class _Decode(Step):
         if self.way == "push" and not (keep and len(inner) > 1):
             self.owns[n] = own = self._products(n, inner, add, pushes=True)
             self.starts[n] = self.graph.add("send", [own], sublayer=n, output=n, stream=LINKS)
-            # The product's kernel ends when the others have acknowledged what it pushed.
+            # The product's kernel ends when the peers have acknowledged what it pushed.
             self.stream.wait_event(frozenset({self.starts[n]}))
             return
         apart = keep and add is not None
@@ -230,7 +230,7 @@ class _Decode(Step):
     def _products(
         self, n: int, inner: Sequence[tuple[str, int]], add: int | None, pushes: bool = False
     ) -> int:
-        """The last products, each of which adds the one before."""
+        """Add a sublayer's last products, each of which adds the result of the one before."""
         for part, need in inner[1:]:
             add = self.add("product", [need, add], part=part, sublayer=n)
         self.chains.merge()

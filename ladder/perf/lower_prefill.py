@@ -1,12 +1,13 @@
 """The kernels of a fused engine's prefill, one operation for each launch.
 
-Two paths, as `ladder.parallel.choose` picks them. The residual whole on every rank
-(`ladder.models.forward_pass.Pass`): all-reduces of partials, by NCCL on its stream, or by our
-kernels, on the main stream where they block. Or sharded by tokens (`ladder.parallel.sharded`): a
-barrier and pulls of partials, a landing of this rank's rows, pushes of normed rows and a barrier,
-all of it on a side stream where the plan does not block. With `fused` what blocks is inside
-products (`ladder.parallel.prefill`): a scatter in the last product of a sublayer, and a gather in
-the first of the next; or, where the residual is whole, the all-reduce in the last product.
+There are two paths, and `ladder.parallel.choose` picks one. If every rank has the whole residual
+(`ladder.models.forward_pass.Pass`), partials are all-reduced: by NCCL on its stream, or by our
+kernels, on the main stream where they block. If the residual is sharded by tokens
+(`ladder.parallel.sharded`), there are a barrier and pulls of partials, a landing of this rank's
+rows, pushes of normed rows and a barrier; all of it is on a side stream where the plan does not
+block. With `fused`, exchanges that block are inside products (`ladder.parallel.prefill`): a scatter
+in the last product of a sublayer, and a gather in the first product of the next. With a whole
+residual it is the all-reduce, in the last product.
 
 From the last attention on, one position of each sequence is computed (`few`).
 """
@@ -28,10 +29,10 @@ FIRST = {"attention": "qkv", "mlp": "gate-up", "attention+mlp": "qkv"}
 
 @dataclass(frozen=True)
 class Way:
-    """How a prefill reduces. ranks: of the group. transport: of `ladder.comm.transports`, or "" for
-    a residual that is whole on every rank. large, small: the algorithms that sum the partials of
-    all tokens, and of one of each sequence: nccl, push, two-shot, or ROUNDED. fused: whether
-    exchanges that block are inside products."""
+    """How a prefill reduces. ranks: of the group. transport: of `ladder.comm.transports`; "": every
+    rank has the whole residual. large, small: the algorithms that sum partials of all tokens, and
+    of one token per sequence: nccl, push, two-shot, or ROUNDED. fused: whether exchanges that block
+    are inside products."""
 
     ranks: int
     transport: str = ""
@@ -58,7 +59,7 @@ class _Prefill(Loop):
         self.split = False  # whether the residual is sharded by now
         self.early: dict[int, int] = {}
         self.side: int | None = None  # the newest work on the side stream
-        self.in_flight: set[int] = set()  # outputs whose sum our kernels make on the side stream
+        self.in_flight: set[int] = set()  # outputs that our kernels sum on the stream COMM
         self.sums: int | None = None  # the newest sum of the open group
 
     @property
@@ -102,15 +103,17 @@ class _Prefill(Loop):
     # -- exchanges inside of products ----------------------------------------------------------
 
     def _sums_in_product(self, n: int) -> bool:
-        """`FusedPrefillPass.sums`, and where the residual is whole `sums_in_products`."""
-        if not self.way.fused or n >= self.plan.last_attention:  # where one position is left
+        """Whether a product sums output n: as `FusedPrefillPass.sums` says, or, with a whole
+        residual, `sums_in_products`."""
+        if not self.way.fused or n >= self.plan.last_attention:  # from there, one position is left
             return False
         if not self.way.transport:
             return sums_in_products(self.plan, n)
         return self.plan.blocking[n] and self.plan.sublayers[n].kind != "attention+mlp"
 
     def _gathered_in_product(self, n: int) -> bool:
-        """Not `FusedPrefillPass.gathers`, of a residual that is sharded by now."""
+        """Whether a product gathers read n of a sharded residual. The opposite of
+        `FusedPrefillPass.gathers`."""
         if not (self.way.fused and self.sharded and self.split) or n == len(self.plan.sublayers):
             return False
         both = self.plan.sublayers[n].kind == "attention+mlp"
@@ -137,7 +140,7 @@ class _Prefill(Loop):
         return found
 
     def _land_whole(self, n: int, landings: tuple[Landing, ...]) -> int:
-        """`Pass.land`: one kernel adds all and norms, after a sum for each new base."""
+        """As `Pass.land`: one kernel adds all addends and norms, after a sum for each new base."""
         source: int | None = self.residual
         addends, needs = 0, list[int | None]()
         for i, landing in enumerate(landings):
@@ -166,16 +169,16 @@ class _Prefill(Loop):
         return found
 
     def _land_rows(self, n: int, landings: tuple[Landing, ...]) -> int:
-        """`ShardedPass.land`: a rank's rows, and their way to the peers."""
+        """As `ShardedPass.land`: a landing of the rank's rows, and their way to the peers."""
         plan, ranks = self.plan, self.way.ranks
         here = any(plan.blocking[each.output] for each in landings)
         stream = MAIN if here else SIDE
         summed = sum(self._sums_in_product(each.output) for each in landings)
         gathers = not self._gathered_in_product(n)
-        apart = len(landings) - summed  # whose pieces are with the peers
+        apart = len(landings) - summed  # landings whose pieces are in the peers' memory
         direct = self.way.transport == "direct" and bool(apart + gathers)
         remote = (apart + gathers) * (ranks - 1) / ranks if direct else 0.0
-        # Its own rows move meanwhile, ten times as fast.
+        # The rank's own rows move meanwhile, ten times as fast.
         local = 0.0 if direct else (apart * ranks + summed + 3) / ranks
         needs = [self.residual, *self._arrivals(landings), self._joined(stream)]
         if direct:  # the landing's own loads and stores
@@ -197,8 +200,8 @@ class _Prefill(Loop):
         return [self.starts[each.output] for each in landings]
 
     def _joined(self, stream: str) -> int | None:
-        """What work on the main stream waits for, if the side stream's is in flight; a launch on
-        the side stream waits for all that the main one has before it."""
+        """What the next operation on `stream` waits for. On the main stream: the side stream's
+        newest work, if it is in flight. On the side stream: the newest work on the main stream."""
         if stream == MAIN:
             side, self.side = self.side, None
             return side
@@ -207,7 +210,7 @@ class _Prefill(Loop):
     # -- writes --------------------------------------------------------------------------------
 
     def _write(self, n: int, partial: int) -> None:
-        """`Pass.reduce` and `ShardedPass.reduce`."""
+        """Add what `Pass.reduce` or `ShardedPass.reduce` does."""
         record, plan = self.plan.sublayers[n], self.plan
         self.owns[n] = partial
         grouped = plan.group_begins[n] is not None
@@ -256,7 +259,7 @@ class _Prefill(Loop):
         return found
 
     def _narrow(self) -> None:
-        """`Pass.narrow`: waits for all that is in flight; sharded rows meet in an all-reduce."""
+        """As `Pass.narrow`: wait for all sums in flight; sharded rows meet in an all-reduce."""
         sharded, self.few = self.sharded, True
         flying = [self.starts[n] for n in self._flying()]
         if sharded:
@@ -269,7 +272,7 @@ class _Prefill(Loop):
             self.residual = self._elementwise([self.residual, *flying], 0, None)
 
     def _flying(self) -> list[int]:
-        """The outputs that have not landed, of those that are summed."""
+        """The outputs whose sums have begun and have not landed."""
         at = self.plan.last_attention + 1
         later = {each.output for read in self.plan.landings[at:] for each in read if each.summed}
         return [n for n in later if n in self.starts]

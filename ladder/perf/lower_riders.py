@@ -13,8 +13,8 @@ from ladder.perf.lower_decode import FIRST, Job, Step
 
 @functools.lru_cache(maxsize=64)
 def riding(plan: Plan, way: str = "push") -> Graph:
-    """One decode step. way: as of `lower_decode.decode`; with `push` extra programs of the next
-    product write to the peers' slots, and where it blocks the product itself."""
+    """One decode step. way: see `lower_decode.decode`. With `push`, extra programs of the next
+    product write to the peers' slots; where the plan blocks, the product itself does."""
     return _Riding(plan, way).run()
 
 
@@ -22,10 +22,10 @@ class _Riding(Step):
     def __init__(self, plan: Plan, way: str) -> None:
         super().__init__(plan, way)
         self.carried: Job | None = None
-        self.sending: int | None = None  # the output to send, and
-        self.partial = -1  # what made it
+        self.sending: int | None = None  # the output to send
+        self.partial = -1  # the operation that made it
         self.rider: int | None = None  # a send that the next product may run
-        self.sends: dict[int, int] = {}  # what was sent, and the operation that sent it
+        self.sends: dict[int, int] = {}  # operation that made an output -> operation that sent it
 
     def run(self) -> Graph:
         early: tuple[int, list[Job]] | None = None
@@ -44,7 +44,8 @@ class _Riding(Step):
     # -- landings -----------------------------------------------------------------------------
 
     def _begin(self, n: int) -> list[Job]:
-        """Start the landing of read n: its jobs, or none if it must wait for a collective."""
+        """Start the landing of read n. Returns its jobs; none if nothing lands, or if the landing
+        must wait for a collective."""
         landings = self.plan.landings[n]
         if self.read is not None and not landings:
             return []
@@ -55,7 +56,7 @@ class _Riding(Step):
         return jobs
 
     def _finish(self, n: int, early: tuple[int, list[Job]] | None) -> None:
-        """Land read n: launch what no product has run."""
+        """Land read n: launch the jobs that no product has run."""
         jobs = early[1] if early is not None else self._begin(n)
         landings = self.plan.landings[n]
         if landings or self.read is None:
@@ -71,7 +72,7 @@ class _Riding(Step):
         self.landed(n, self.read)
 
     def land(self, job: Job, n: int, rides: int | None = None) -> None:
-        """After the sends of what it lands, where those were launched."""
+        """Land a job after the sends of what it lands, if there were sends."""
         job.needs = [self.sends.get(each, each) for each in job.needs]
         super().land(job, n, rides)
 
@@ -140,7 +141,7 @@ class _Riding(Step):
     def _last_products(
         self, n: int, inner: Sequence[tuple[str, int]], taken: int | None, pushes: bool
     ) -> int:
-        """The others first, each adding the one before."""
+        """Add the last products, that of the first part at the end; each adds the one before."""
         before: int | None = None
         for part, need in inner[1:]:
             before = self.add("product", [need, before], part=part, sublayer=n)

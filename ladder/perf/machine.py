@@ -6,9 +6,9 @@
                  "points": [[8192, 15.04], ...], "provenance": "..."}],
      "links": [{"tier": "NVLink", "alpha_us": 14.0, "beta_gb_s": 310.0, "provenance": "..."}]}
 
-A curve has microseconds over one quantity (those of RATIOS are ratios). Curves of one name are a
-family: `where` tells them apart. What a file lacks has not been measured: `missing` names it, and
-asking for it is an error.
+A curve gives microseconds over one quantity (curves in RATIOS give ratios). Curves with one name
+are a family: `where` tells them apart. What a file lacks has not been measured: `missing` names it,
+and asking for it is an error.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ VALUES = {
     "prompt_attention_tflop_s": "TFLOP/s of causal attention of a very long prompt",
     "prompt_attention_half": "the tokens of a prompt at which attention has half of that rate",
 }
-# Where a file has no such value: those of H200s; benchmarks/machines_by_hand.py names the sources.
+# Values for files that lack them: those of H200s; benchmarks/machines_by_hand.py names the sources.
 DECLARED = {
     "launch_us": 1.2,
     "launch_gap_us": 0.0,
@@ -86,12 +86,12 @@ DECLARED = {
     "prompt_attention_tflop_s": 650.0,
     "prompt_attention_half": 750.0,
 }
-# The curves `streams together`, by weights, where a file has none: those of H200s.
+# The curves `streams together` by type of weights, for files that have none: those of H200s.
 STREAMS_TOGETHER = {
     "bf16": ((1.0, 1.14), (4.0, 1.22), (16.0, 1.19), (32.0, 1.15), (64.0, 1.06)),
     "fp8": ((1.0, 1.23), (2.0, DECLARED["streams_together"])),
 }
-# The quantity of a curve's points, and what tells the curves of a family apart.
+# By family: the quantity on the x axis, the keys of `where`, and what the curves are.
 CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "copy": ("bytes", (), "a copy on one GPU"),
     "peer copy": ("bytes", (), "a copy to another GPU's memory, by a copy engine"),
@@ -116,14 +116,14 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "nccl awaited": ("bytes", (), "what an all-reduce by NCCL adds to a step that waits for it"),
     "nccl hidden": ("bytes", (), "what one adds to a step that waits for it a sublayer later"),
 }
-HEAD_DIM = 128  # of the curves of attention
-ATTENTION = {"bf16": "attention", "fp8": "attention over fp8"}  # by what the cache is stored as
+HEAD_DIM = 128  # the size of the heads with which curves of attention are measured
+ATTENTION = {"bf16": "attention", "fp8": "attention over fp8"}  # by the type of the cache
 FITTED_CURVES = ("more rows", "converted", "streams together")
 OPTIONAL = (*FITTED_CURVES, ATTENTION["fp8"])
 OF_STEPS = ("product", *ATTENTION.values(), "landing", *FITTED_CURVES)  # kernels of decode steps
 AWAITED, HIDDEN = TURNS = ("nccl awaited", "nccl hidden")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
-SPEEDS = ("decode beside nccl", "nccl beside decode")  # of the speed alone, in place of times
+SPEEDS = ("decode beside nccl", "nccl beside decode")  # as shares of the speed alone, not times
 EXCHANGES = ("direct", "copy-kernels")  # transports of ladder.comm.transports
 RATIOS = (*SPEEDS, "converted", "streams together")
 BETWEEN_GPUS = ("peer copy", "exchange", *COLLECTIVES, *SPEEDS, *TURNS)
@@ -138,7 +138,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Microseconds, and whether they were measured at this very point."""
+    """Microseconds. basis: whether they were measured at this very point."""
 
     us: float
     basis: Basis
@@ -151,7 +151,7 @@ def worst(bases: Sequence[Basis]) -> Basis:
 
 @dataclass(frozen=True)
 class Curve:
-    """Measured points (x, us), in order of x. where: what tells it from others of its name."""
+    """Measured points (x, us), by ascending x. where: tells the curve from others of its name."""
 
     name: str
     where: Mapping[str, float | str]
@@ -159,9 +159,9 @@ class Curve:
     provenance: str
 
     def at(self, x: float) -> Estimate:
-        """Between points linear, which is exact for a latency and a rate; above the last point
-        with the slope before it; below the first its value, since a latency does not shrink. What
-        is declared is never measured."""
+        """The value at x. Between points it is linear, which is exact for a latency plus a rate.
+        Above the last point the last slope continues; below the first point its value holds, since
+        a latency does not shrink. The basis of a declared curve is never `measured`."""
         found = self._at(x)
         declared = self.provenance.startswith("declared")
         return Estimate(found.us, "extrapolated") if declared else found
@@ -208,7 +208,7 @@ class Machine:
     links: tuple[Link, ...] = ()
 
     def value(self, name: str) -> float:
-        """Raises UserError if it has not been measured, and is not DECLARED."""
+        """A value of the file, or else of DECLARED. Raises UserError if neither has it."""
         if name in self.values:
             return self.values[name].value
         if name in DECLARED:
@@ -216,7 +216,7 @@ class Machine:
         raise self._lacks(name, VALUES[name])
 
     def family(self, name: str, **where: float | str) -> list[Curve]:
-        """The curves of a name, of which `where` holds."""
+        """The curves of a name whose own `where` agrees with `where`."""
         return [
             curve
             for curve in self.curves
@@ -234,17 +234,17 @@ class Machine:
         return found[0]
 
     def nccl(self, kind: str, nbytes: float) -> Estimate:
-        """A collective by NCCL. Of a machine with all-reduces alone, a gather or a reduce-scatter
-        is half of one."""
+        """The time of a collective by NCCL. If the file has all-reduces alone, a gather or a
+        reduce-scatter takes half the time of an all-reduce."""
         if kind != "all-reduce" and self.family(kind, algorithm="nccl"):
             return self.curve(kind, algorithm="nccl").at(nbytes)
         found = self.curve("all-reduce", algorithm="nccl").at(nbytes)
         return found if kind == "all-reduce" else Estimate(found.us / 2, "extrapolated")
 
     def between(self, name: str, key: str, value: float, x: float) -> Estimate:
-        """At `x`, between the curves of a family that differ in `key` alone, linear in it.
+        """The time at `x`, linear in `key` between curves of a family that differ in `key` alone.
 
-        Outside of what was measured the nearest curve is taken as it is.
+        Outside of the measured range of `key` the nearest curve counts as it is.
         """
         family = sorted(self.family(name), key=lambda each: each.where[key])
         if not family:
@@ -300,8 +300,8 @@ class Machine:
 
 
 def with_links_of(machine: Machine, other: Machine) -> Machine:
-    """A machine of as many GPUs as another one, with its collectives and slowdowns; what is of one
-    GPU stays."""
+    """`machine` with the number of GPUs, the collectives and the slowdowns of `other`. What
+    concerns a single GPU stays its own."""
     own = tuple(each for each in machine.curves if each.name not in BETWEEN_GPUS)
     theirs = tuple(each for each in other.curves if each.name in BETWEEN_GPUS)
     values = {name: each for name, each in machine.values.items() if "beside" not in name}

@@ -1,4 +1,4 @@
-"""Machine files: written, read and checked, those that come with the package among them."""
+"""Machine files: writing, reading and checking them, and those shipped with the package."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ladder.perf.machine import (
     Value,
 )
 
-# Keys of `where` that have names.
+# The keys of `where` whose values are names, with these names.
 NAMED = {"algorithm": ALGORITHMS, "transport": EXCHANGES, "weights": ("bf16", *EIGHT_BITS)}
 FOLDER = Path(__file__).parent / "machines"
-# Kernels of decode steps as they were, by GPU (KERNELS); whole machines as they were, by name.
+# Former files: of decode kernels by GPU (KERNELS), and of whole machines by name.
 OLDER = FOLDER / "older"
 KERNELS = {"NVIDIA H200": "h200"}
 
@@ -62,19 +62,19 @@ def load(name: str) -> Machine:
 
 
 def older_kernels(gpu: str) -> Machine | None:
-    """The kernels of decode steps as they were before they changed, if they are kept for a GPU."""
+    """A GPU's older decode kernels, as the machine of their file; None if none are kept."""
     return read_own(OLDER / f"{KERNELS[gpu]}.json") if gpu in KERNELS else None
 
 
 def former_kernels(gpu: str, gpus: int) -> Machine | None:
-    """The same of those before today's, on one GPU or several."""
+    """A GPU's decode kernels just before today's, measured on one GPU or several; None if none."""
     if gpu not in KERNELS:
         return None
     return read_own(OLDER / f"{KERNELS[gpu]}{'x1' if gpus == 1 else ''}-former.json")
 
 
 def with_steps_of(machine: Machine, other: Machine) -> Machine:
-    """The machine with the kernels of decode steps, and what is fitted to these, of another one."""
+    """`machine` with the decode kernels of `other`, and the values that are fitted to them."""
     curves = [each for each in machine.curves if each.name not in OF_STEPS]
     curves += [each for each in other.curves if each.name in OF_STEPS]
     values = {**machine.values, "step_stretch": other.values["step_stretch"]}
@@ -82,8 +82,8 @@ def with_steps_of(machine: Machine, other: Machine) -> Machine:
 
 
 def read_own(path: Path) -> Machine:
-    """`read` of a file that comes with the package: once, until it is written again. Tables of
-    predictions ask for the same few thousands of times."""
+    """`read` for a shipped file, cached until the file is written again: tables of predictions ask
+    for the same few files thousands of times."""
     return _read_once(path, path.stat().st_mtime_ns)
 
 

@@ -1,13 +1,13 @@
 """The memory of one GPU: what inference or training takes, part by part, and whether it fits.
 
-Weights and caches come from `ladder.costs`, but for weights of other sublayers than the usual ones,
-whose specs are asked (`ladder.infer.memory`). What the parts leave out is `reserve`: NCCL's
-buffers, libraries, fragmentation.
+The bytes of weights and caches come from `ladder.costs`; those of weights in other sublayers than
+the usual ones come from the sublayers' specs (`ladder.infer.memory`). `reserve` is what the other
+parts leave out: NCCL's buffers, libraries, fragmentation.
 
-Against `memory_gib` of the records of this code (tests/perf/test_memory.py): training within 1.0 %
-(virtual ranks 3.8 %), inference within 1.6 % (small models with 4 graphed prompts up to 14 % too
-little: their graphs hold more than one prefill's tensors). Which tensors count was decided by the
-records of two GPUs; those of four are held out.
+Errors against the recorded `memory_gib` (tests/perf/test_memory.py): training within 1.0 % (virtual
+ranks 3.8 %), inference within 1.6 % (small models with 4 graphed prompts up to 14 % too little:
+their graphs hold more than one prefill's tensors). Which tensors count was decided by the records
+of two GPUs; those of four are held out.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def inference(
     config: ModelConfig, tp: int, batch: int, prompt: int, length: int, weights: str = "bf16",
     gpu: str = "", rounds: bool = False, asked: bool = False, cache: str = "bf16",
 ) -> Memory:  # fmt: skip
-    """Memory of an engine's session. length: tokens in the cache of each sequence. weights: as
-    stored, see `ladder.costs`, as is `cache`. gpu, rounds, asked: see `prompt_bytes`."""
+    """Memory of an engine's session. length: tokens in the cache of each sequence. weights, cache:
+    how they are stored (`ladder.costs`). gpu, rounds, asked: see `prompt_bytes`."""
     width = prompt_width(config, prompt, length)
     return Memory(
         weights=weight_bytes(config, tp, weights),
@@ -76,7 +76,7 @@ def inference(
 def held_by_session(config: ModelConfig, tp: int, batch: int, prompt: int, length: int) -> float:
     """Bytes that a session keeps, as `memory_gib` of recorded inference counts them.
 
-    A prefill's activations are kept only where it is a CUDA graph, which small ones are.
+    A prefill's activations stay only if it is a CUDA graph, as small prefills are.
     """
     found = inference(config, tp, batch, prompt, length)
     graphed = batch * prompt <= GRAPHED_PROMPT_TOKENS

@@ -1,9 +1,9 @@
-"""Collectives over nodes of GPUs, by the latency and the rate of links; machines that are declared.
+"""Collectives over several nodes, from the latency and rate of links; and declared machines.
 
 Nobody has measured these. Links between nodes come from a machine's own file, if it has any, or
 from the file in machines/declared of the same GPU. A declared machine whose GPUs have no access to
-each other's memory (NCCL_P2P_DISABLE=1) has a link through the host's in place of NVLink. Of GPUs
-that were measured alone, what is between several is as measured between GPUs that are LIKE them.
+each other's memory (NCCL_P2P_DISABLE=1) has a link through the host's memory in place of NVLink.
+Where only a single GPU of a kind was measured, collectives come from GPUs that are LIKE it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from ladder.perf.machine_files import load as load_measured
 
 DECLARED = FOLDER / "declared"
 INSIDE, BETWEEN, HOST = "NVLink", "InfiniBand", "host"
-BASE_US = 8.4  # of any collective, beside its ring's steps: NCCL's own constant
-# GPUs of the same links, of which one alone was measured.
+BASE_US = 8.4  # of any collective, in addition to its ring's steps: NCCL's own constant
+# A GPU of which only a single one was measured -> a GPU with the same links.
 LIKE = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
 SIZES = tuple(2.0**n for n in range(10, 33, 2))  # bytes of the points of declared curves
 
 
 @dataclass(frozen=True)
 class Doubt:
-    """What is uncertain. latency, rate: factors of the links' steps and rates. beside: the share of
-    their speed that products lose beside communication; between 0.22 and 0.53 in three records."""
+    """What is uncertain. latency, rate: factors on a link's latency and on its rate. beside: the
+    share of their speed that products lose beside communication; 0.22 to 0.53 in three records."""
 
     latency: float = 1.0
     rate: float = 1.0
@@ -59,12 +59,13 @@ ENDS = (BEST, WORST)
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a collective: `per_node` GPUs of each of `nodes` nodes, by NCCL's rings.
+    """The ranks of a collective by NCCL's rings: `per_node` GPUs on each of `nodes` nodes.
 
-    inside, outside: bytes a second that a GPU sends to its node and to another one. step_inside,
-    step_outside: seconds of a ring's step there. base: seconds of any collective.
+    inside, outside: bytes a second that a GPU sends within its node and to another node.
+    step_inside, step_outside: seconds of a ring's step within a node and between nodes. base:
+    seconds that any collective takes in addition.
 
-    Each GPU has a network card; with several of a node in the group, a ring crosses by each card.
+    Each GPU has a network card. With several GPUs of a node in the group, each card carries a ring.
     """
 
     per_node: int
@@ -81,7 +82,7 @@ class Group:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second through each GPU of a ring, or of several side by side."""
+        """Bytes a second through each GPU, over all its parallel rings."""
         rates = [self.inside] if self.per_node > 1 else []
         if self.nodes > 1:
             rates.append(self.outside * self.per_node)
@@ -100,10 +101,10 @@ class Group:
 
 
 def group(links: Iterable[Link], per_node: int, nodes: int, doubt: Doubt = LIKELY) -> Group:
-    """Ranks of a machine's GPUs, over its links."""
+    """The group of `per_node` GPUs on each of `nodes` nodes, over a machine's links."""
     tiers = {each.tier: each for each in links}
     inside = tiers[INSIDE] if INSIDE in tiers else tiers[HOST]
-    outside = tiers.get(BETWEEN, inside)  # of one node there is none
+    outside = tiers.get(BETWEEN, inside)  # a single node has no link to others
     return Group(
         per_node, nodes, 1e9 * inside.beta_gb_s * doubt.rate, 1e9 * outside.beta_gb_s * doubt.rate,
         1e-6 * inside.alpha_us * doubt.latency, 1e-6 * outside.alpha_us * doubt.latency,
@@ -112,8 +113,8 @@ def group(links: Iterable[Link], per_node: int, nodes: int, doubt: Doubt = LIKEL
 
 
 def links_of(machine: Machine) -> tuple[Link, ...]:
-    """Those inside of a node and between nodes: declared ones of the same GPU, but for a link
-    between nodes that the machine's own file has. Raises UserError if there is none."""
+    """The links inside a node and between nodes, as declared for the same GPU. A link between nodes
+    in the machine's own file takes precedence. Raises UserError if none are declared."""
     if without_peers(machine):
         raise UserError(
             f"--nodes: the GPUs of machine {machine.name!r} have no access to each other's memory; "
@@ -133,9 +134,12 @@ def links_of(machine: Machine) -> tuple[Link, ...]:
 
 
 def load(name: str) -> Machine:
-    """A shipped machine or a file, or a declared one: each GPU as measured on others of its kind.
-    Between GPUs, of its kind or LIKE it, as measured with so many, or extrapolated from what was
-    measured with fewer; without access to each other's memory, NCCL's rings over the link."""
+    """A shipped or declared machine by its name, or the machine of a file.
+
+    A declared machine's single GPU is as measured on GPUs of its kind. Its collectives are those
+    measured with as many GPUs of its kind or LIKE it, or are extrapolated from those of fewer GPUs.
+    Without access to each other's memory they are NCCL's rings over the declared link.
+    """
     if name not in names():
         if name not in shipped() and not Path(name).is_file():
             raise UserError(
@@ -163,27 +167,28 @@ def load(name: str) -> Machine:
 
 
 def with_older_kernels(machine: Machine) -> Machine | None:
-    """A machine that `load` knows by its name, with the decode kernels that it had before they
-    changed; None for another one, and where none are kept."""
+    """The machine with its older decode kernels. None if `load` does not know the machine by its
+    name, or if no older kernels are kept."""
     kept = older_kernels(machine.gpu)
     return with_steps_of(machine, kept) if kept is not None and _known(machine) else None
 
 
 def with_former_kernels(machine: Machine) -> Machine:
-    """The same of those before today's; the machine itself where none are kept."""
+    """The machine with the decode kernels just before today's. The machine itself if `load` does
+    not know it by its name, or if none are kept."""
     return _former(machine.name) if _known(machine) else machine
 
 
 def older_passes(machine: Machine) -> Machine | None:
-    """By what a machine that `load` knows was predicted before its prompts and training were
-    measured again; None where that is not kept."""
+    """The machine's file from before its prompts and training were measured again. None if `load`
+    does not know the machine by its name, or if the file is not kept."""
     file = OLDER / f"{machine.name}.json"
     return read_own(file) if file.is_file() and _known(machine) else None
 
 
 def with_training_bytes(machine: Machine) -> Machine:
-    """The machine with `training_bytes`: its own, or else as fitted to a machine that comes with
-    the package, of the same GPU if there is any, of the nearest number of GPUs."""
+    """The machine with `training_bytes`: its own value, or else that of a shipped machine. Machines
+    of the same GPU come first, and among them the nearest number of GPUs."""
     name = "training_bytes"
     if name in machine.values:
         return machine
@@ -197,13 +202,13 @@ def with_training_bytes(machine: Machine) -> Machine:
 
 @functools.cache
 def _one(gpu: str) -> Machine | None:
-    """The file of one such GPU that comes with the package."""
+    """The shipped machine that consists of a single such GPU, or None."""
     found = [each for each in map(load_measured, shipped()) if (each.gpu, each.gpus) == (gpu, 1)]
     return found[0] if found else None
 
 
 def _known(machine: Machine) -> bool:
-    """Whether `load` knows it by its name; with its former kernels, too."""
+    """Whether it is what `load` returns for its name, with today's or with its former kernels."""
     if machine.name not in (*shipped(), *names()):
         return False
     return machine in (_loaded(machine.name), _former(machine.name))
@@ -222,7 +227,7 @@ def _former(name: str) -> Machine:
 
 
 def _rings(machine: Machine) -> list[Curve]:
-    """NCCL's collectives of all GPUs: those of its file, and others over the declared link."""
+    """The curves of the machine's file, and of NCCL's other collectives rings over its link."""
     whole, curves = group(machine.links, machine.gpus, 1), [*machine.curves]
     there = {each.name for each in curves}
     for kind in (each for each in COLLECTIVES if each not in there):
@@ -235,8 +240,9 @@ def _rings(machine: Machine) -> list[Curve]:
 
 @functools.cache
 def declared() -> dict[str, Machine]:
-    """What the files say of each declared machine, by its name. GPUs that are LIKE measured ones
-    may be as many as those were, too, but for numbers that were measured."""
+    """The declared machines by name, as their files have them. If a declared GPU is LIKE a measured
+    one, there is also a machine for each number of GPUs that was measured of the latter, unless a
+    shipped machine has that name."""
     found = {path.stem: read_own(path) for path in sorted(DECLARED.glob("*.json"))}
     for file in tuple(found.values()):
         for measured in map(load_measured, shipped()):
@@ -247,13 +253,13 @@ def declared() -> dict[str, Machine]:
 
 
 def borrowed(provenance: str) -> bool:
-    """Whether it is that of a value which another machine was measured or fitted with."""
+    """Whether a provenance says that the value comes from another machine."""
     return provenance.startswith("declared: ") and " as of " in provenance.partition(";")[0]
 
 
 def declaration(machine: Machine, trains: bool = False) -> str:
-    """What of a machine's curves nobody has measured, and of its values what is another machine's,
-    and where it is from; "" if there is none. trains: `training_bytes`, too."""
+    """A sentence that names the sources of a machine's declared curves and of its values from other
+    machines; "" if it has none. trains: whether to include `training_bytes`."""
     if trains:
         machine = with_training_bytes(machine)
     found = [each.provenance for each in machine.curves if each.provenance.startswith("declared")]
@@ -276,8 +282,11 @@ def without_peers(machine: Machine) -> bool:
 
 
 def relatives(machine: Machine) -> list[Machine]:
-    """The machines that come with the package of the same GPU, with access to each other's memory
-    or without as this one; of GPUs that are LIKE others, declared ones of no more, too."""
+    """The shipped machines of the same GPU that have access to each other's memory if this one has.
+
+    Declared machines are included if this one has no such access, or if its GPU is LIKE another;
+    in the latter case, only machines with at most as many GPUs as this one count.
+    """
     apart, like = without_peers(machine), machine.gpu in LIKE
     found = map(_loaded, (*shipped(), *names()) if apart or like else shipped())
     return [
@@ -289,8 +298,8 @@ def relatives(machine: Machine) -> list[Machine]:
 
 
 def describing(gpus: set[str], count: int) -> list[Machine]:
-    """The machines that come with the package of these kinds of GPUs, measured ones first. Where
-    the environment keeps several from each other's memory, those of such."""
+    """The shipped machines, then the declared ones, whose GPU is the only one in `gpus`. If the
+    environment keeps several GPUs from each other's memory, only machines without that access."""
     from ladder.comm.switch import p2p_disabled
 
     apart = count > 1 and p2p_disabled()
@@ -299,9 +308,12 @@ def describing(gpus: set[str], count: int) -> list[Machine]:
 
 
 def for_degree(machine: Machine, tp: int) -> Machine:
-    """The machine for groups of `tp` of its GPUs: itself, or with what is between GPUs from that of
-    so many that comes with the package; and one GPU of such a machine has its decode steps from
-    there. Raises UserError if there is none."""
+    """The machine for groups of `tp` of its GPUs.
+
+    If it has more or fewer GPUs, collectives come from one of its `relatives` with `tp` GPUs. For
+    tp 1, a machine that `load` knows takes its decode steps from the shipped single GPU. Raises
+    UserError if there is no such relative.
+    """
     if tp == machine.gpus:
         return machine
     if tp == 1:  # it needs no collectives

@@ -32,7 +32,7 @@ from ladder.perf.simulate import Times, simulate, spent, waiting
 from ladder.perf.slowdowns import resource
 from ladder.perf.virtual import VirtualCost
 
-# What the longest path of a pass is made of, by the kind of operation.
+# The category of the longest path to which each kind of operation counts.
 LIMITS = {
     "product": "products",
     "attention": "attention",
@@ -50,8 +50,8 @@ LIMITS = {
     "barrier": "communication",
     **dict.fromkeys((*REDUCES, "all-gather"), "communication"),
 }
-# Reducers of prompts alone, and what is in their place where there is nothing to fuse or to round:
-# in decode steps, and under plans without sums.
+# Reducers for prompts alone, each with the reducer that replaces it where nothing can be fused or
+# rounded: in decode steps, and under plans without sums.
 PLAIN = {FUSED: "push", **dict.fromkeys(ROUNDING, "async")}
 WAITING = "waiting"  # for slower ranks, see `simulate.Skew`
 
@@ -60,14 +60,14 @@ WAITING = "waiting"  # for slower ranks, see `simulate.Skew`
 class Prediction:
     """The time of one pass, and where it comes from.
 
-    bare: computes the time of the plan without its reduces. limits: the longest path through
-    the operations by what they are (products, attention, landings, communication, launches),
-    microseconds that add up to `us`, the most first. path: the same by operation, see
-    `simulate.spent`, without waiting for ranks or the host. collectives, launches: how many.
-    provenance: where the curves and values come from. graph, times: all operations and when they
-    run, for pictures and traces: of a rank where all are alike. estimate: what one takes alone.
-    waiting_us: what of `us` is added by ranks that are not, see `simulate.Skew`. unmeasured: how
-    much slower what runs at once is, where nobody measured it, with where that is from.
+    bare: returns the plan's time without its reduces. limits: the longest path by category
+    (products, attention, landings, communication, launches, waiting) in microseconds that add up
+    to `us`, the largest first. path: the same by operation (`simulate.spent`), without waiting for
+    ranks or the host. collectives, launches: their numbers. provenance: the sources of the
+    machine's fitted values. graph, times: all operations and when they run on one of equal ranks,
+    for pictures and traces. estimate: the time of one operation alone. waiting_us: the part of
+    `us` that unequal ranks add (`simulate.Skew`). unmeasured: the slowdowns of concurrent
+    operations that nobody measured, with their sources.
     """
 
     us: float
@@ -105,9 +105,9 @@ def decode(
 ) -> Prediction:  # fmt: skip
     """A fused decode step of `batch` sequences after `context` tokens each.
 
-    reducer: push, or async (NCCL). jitter: of the ranks, see `simulate.Skew`. weights: as stored,
-    see `ladder.costs`. cache: bf16, or fp8. Raises UserError if the machine lacks what it needs,
-    and for a degree, batch or context that the step or the model cannot have.
+    reducer: push, or async (NCCL). jitter: of the ranks' times (`simulate.Skew`). weights: how they
+    are stored (`ladder.costs`). cache: bf16, or fp8. Raises UserError if the machine lacks a value
+    or curve, and for a degree, batch or context that the step or the model cannot have.
     """
     machine = for_degree(machine, tp)
     if held_ranks(config, tp) > 1:
@@ -138,8 +138,8 @@ def _prediction(
     added: float,
     host_us: float = 0.0,
 ) -> Prediction:
-    """added: by ranks that are not alike. host_us: what the host takes to launch it all, for which
-    the GPU waits where that is longer."""
+    """added: microseconds that unequal ranks add. host_us: the host's time to launch all kernels;
+    if it is longer than the GPU's, the GPU waits for the host."""
     path = spent(graph, times, cost.beside)
     shares: dict[str, float] = {}
     for index, us in path.items():
@@ -177,12 +177,12 @@ def prefill(
     config: ModelConfig, machine: Machine, tp: int, reducer: str, batch: int, prompt: int,
     jitter: float = 0.0, weights: str = "bf16", inside: bool = True,
 ) -> Prediction:  # fmt: skip
-    """The prefill of `batch` prompts of `prompt` tokens each, as the fused engine runs it, into any
-    cache: one in fp8 takes as long.
+    """The prefill of `batch` prompts of `prompt` tokens each, as the fused engine runs it. The
+    cache's type makes no difference: writing an fp8 cache takes as long.
 
     reducer: push, async (NCCL), fused, or one of ROUNDING. inside: with push, whether fused
-    operators run where the tables name them, as the engine has it; otherwise copies between
-    products do. Raises UserError as `decode` does, and for a plan that the reducer refuses.
+    operators run where the operators' table names them, as in the engine; if not, copies run
+    between products. Raises UserError as `decode` does, and for a plan that the reducer refuses.
     """
     config.check_divides(tp, "--tp")
     _check_tokens(config, batch, prompt)
@@ -215,8 +215,8 @@ def prefill(
 
 
 def _launched(graph: Graph, cost: PromptCost) -> float:
-    """Microseconds that the host takes at least to launch a prompt's kernels one by one; 0 for a
-    prompt in a CUDA graph, and where the machine's file does not say."""
+    """The least time (microseconds) in which the host launches a prompt's kernels one by one. 0 for
+    a prompt in a CUDA graph, and if the machine's file has no `host_launch_us`."""
     known = cost.machine.values.get("host_launch_us")
     if known is None or cost.mode == "captured":
         return 0.0
@@ -227,7 +227,8 @@ def _virtual(
     config: ModelConfig, machine: Machine, tp: int, reducer: str, shape: tuple[int, int],
     context: int, jitter: float, weights: str,
 ) -> Prediction:  # fmt: skip
-    """A decode step after `context` tokens, or a prompt (0), of several ranks of T in a process."""
+    """A decode step after `context` tokens, or a prompt (`context` 0), where each process computes
+    several of the plan's T ranks. shape: sequences, new tokens of each."""
     check_context(config, max(context, shape[1]))
     held = held_ranks(config, tp)
     refusal = fused_refusal(config.plan, Ranks(tp * held, 0, held)) if reducer == FUSED else None
@@ -257,7 +258,7 @@ def _virtual(
 
 
 def _check_tokens(config: ModelConfig, batch: int, tokens: int) -> None:
-    """Raise UserError unless the model can take so many sequences and tokens."""
+    """Raise UserError unless the model can take `batch` sequences of `tokens` tokens."""
     if batch < 1:
         raise UserError(f"--batch={batch} must be 1 or more")
     check_context(config, tokens)
@@ -267,9 +268,9 @@ def prompt_way(
     config: ModelConfig, plan: Plan, gpu: str, tp: int, reducer: str, shape: tuple[int, int],
     weights: str = "bf16", inside: bool = True,
 ) -> Way:  # fmt: skip
-    """How the engine reduces in a prefill of tokens of `shape` [B, S], by the choice that it makes.
+    """How the engine reduces in a prefill of tokens of `shape` [B, S], by the engine's own choice.
 
-    plan: the model's, or that without its reduces. inside: as of `prefill`.
+    plan: the model's plan, or that plan without its reduces. inside: see `prefill`.
     """
     if tp == 1:
         return Way(1)
@@ -295,7 +296,7 @@ def prompt_way(
 
 
 def _limited(graph: Graph, cost: PromptCost) -> Times:
-    """The times with the rate of products that the power limit leaves at this mix of kernels."""
+    """The times with products at the rate that the power limit leaves for this mix of kernels."""
     cost.unlimit()
     times = simulate(graph, cost, cost.beside)
     busy = sum(cost(each) for each in graph.operations if resource(each) == "all")
@@ -311,11 +312,11 @@ def train(
 ) -> Prediction:  # fmt: skip
     """A compiled training step in bfloat16 with AdamW.
 
-    layout: a name such as tp4+sp+fsdp, over `gpus` GPUs (0: those of the machine), or over those of
-    several nodes, which are such machines. batch: sequences of each data-parallel rank, of which
-    `micro_batch` at once (0: all). no_comm: without the sublayers' reduces, as `ladder bench train`
-    measures it. jitter: of the ranks, see `simulate.Skew`. doubt: of the links between nodes.
-    machines: see `TrainingCost`.
+    layout: a name such as tp4+sp+fsdp. gpus: how many GPUs it covers; 0: those of `nodes` nodes,
+    each of which is such a machine. batch: sequences of each data-parallel rank, `micro_batch` at
+    a time (0: all). no_comm: without the sublayers' reduces, as `ladder bench train` measures it.
+    jitter: of the ranks' times (`simulate.Skew`). doubt: about the links between nodes. machines:
+    see `TrainingCost`.
 
     Raises UserError for a layout that the GPUs, the plan or the model cannot have.
     """
@@ -337,7 +338,7 @@ def train(
     fused = parse_layout(layout).reducer == FUSED
     data = "none" if shape.replicas == 1 else "ddp" if shape.shards == 1 else "fsdp"
     if shape.nodes > 1 and 1 < shape.shards < shape.replicas:
-        data = "hsdp"  # within a node all ranks are taken for one group
+        data = "hsdp"  # on a single node all ranks count as one group
 
     def timed(
         data: str, no_comm: bool, jitter: float = 0.0
@@ -379,7 +380,7 @@ def training_shape(
     config: ModelConfig, gpus: int, layout: str, sequences: int, seq_len: int, kept: str,
     nodes: int = 1,
 ) -> TrainingShape:  # fmt: skip
-    """The layout of a name on so many GPUs. Raises UserError if they cannot have it."""
+    """The shape of a layout on `gpus` GPUs. Raises UserError if they cannot have the layout."""
     found = parse_layout(layout)
     if nodes > 1 and gpus // nodes % found.tp:
         raise UserError(

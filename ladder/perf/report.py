@@ -19,10 +19,10 @@ from ladder.plans import aligned
 
 @dataclass(frozen=True)
 class Study:
-    """What was simulated, and what it stands on.
+    """Simulated results, and what they rest on.
 
-    fitted: a parameter with its value -> what it was set to reach. declared: what the source does
-    not give.
+    fitted: a parameter with its value -> what it was set to reach. declared: the assumptions that
+    the source does not give.
     """
 
     source: str
@@ -31,7 +31,7 @@ class Study:
     declared: Sequence[str]
 
     def summary(self) -> str:
-        """How many of the scores are within their tolerance, and how many of those held out."""
+        """How many of all scores, and of those held out, are within their tolerance."""
         scores = [score for result in self.results for score in result.scores]
         blind = [score for score in scores if score.basis == "held out"]
         met, kept = (sum(score.within for score in some) for some in (scores, blind))

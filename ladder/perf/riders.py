@@ -1,5 +1,5 @@
-"""Landings and sends that ride in products' launches, as they did until 2026-11-28: the thread
-blocks of products of tiles, beside which these ride, and how long they take."""
+"""Riders: landings and sends in products' launches, as they were until 2026-11-28. How much room
+the thread blocks of products of tiles leave for them, and how long they take."""
 
 from __future__ import annotations
 
@@ -26,24 +26,28 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that thread blocks can have
 
-# Tiles of a product in which a landing may ride; and SMs that larger tiles leave to a rider.
+# The least tiles of a product inside which a landing may ride; and the SMs that larger tiles leave
+# to a rider.
 FULL, ROOM = 96, 16
-WHOLE_ROWS = 4  # riders of so many rows have as few programs for each as they can
+WHOLE_ROWS = 4  # riders of up to this many rows have as few programs for each row as they can
 LARGEST = 64  # rows of the weight in a tile
-MEASURED = 4  # chunks of a row, of the shapes with which ROOM was measured
-MOST_CHUNKS = 4  # of a row, that a program of a send or landing has at once
+MEASURED = 4  # chunks of a row in the shapes with which ROOM was measured
+MOST_CHUNKS = 4  # the most chunks of a row that a program of a send or landing has at once
 
 Rides = Literal["nothing", "beside", "inside", "behind"]
 
 
 class Kernels(NamedTuple):
-    """What sets the kernels of a recorded decode step apart from today's. rides: where what rides
-    on tiles may be, besides behind them: beside and inside of them, or inside alone; or that
-    nothing rides, and steps have two streams. even: gated products are spread evenly over
-    multiprocessors. long: products of 3 to 16 rows have longer steps, O of 3 and 4 rows in 8 bits
-    has tiles, and in fp8 O and down take float16. branches: of how many sequences at most attention
-    and MLP of one sublayer run beside each other. wide: beside other kernels O and down of 3 to 32
-    rows have tiles of 64 outputs, and attention of few sequences fewer programs."""
+    """How the kernels of a recorded decode step differ from today's.
+
+    rides: where sends and landings ride on tiles. behind: only behind them; inside: also inside
+    them; beside: also beside them; nothing: they do not ride, and steps have two streams. even:
+    whether gated products are spread evenly over multiprocessors. long: whether products of 3 to 16
+    rows have longer steps, O of 3 and 4 rows in 8 bits has tiles, and O and down in fp8 take
+    float16. branches: up to how many sequences attention and MLP of one sublayer run beside each
+    other. wide: whether, beside other kernels, O and down of 3 to 32 rows have tiles of 64 outputs,
+    and attention of few sequences has fewer programs.
+    """
 
     rides: Rides = "nothing"
     even: bool = True
@@ -58,9 +62,9 @@ TODAY = Kernels()
 class Ride(NamedTuple):
     """How a rider and the product of tiles on which it rides share a launch.
 
-    span: chunks of a row that a program has at once. programs: of the rider, behind those of the
-    product; 0: it has none, and the product's first ones do its parts before their tiles. block,
-    own: the rows of the weight in a tile, and those that each program of the product has.
+    span: chunks of a row that a program has at once. programs: the rider's programs, behind those
+    of the product; 0: the product's first programs do the rider's parts before their tiles. block,
+    own: the rows of the weight in a tile, and in each program of the product.
     """
 
     span: int
@@ -72,15 +76,16 @@ class Ride(NamedTuple):
 def ride(
     sends: bool, rows: int, chunks: int, outputs: int, block: int, gated: bool, eight_bits: bool
 ) -> Ride:
-    """rows, chunks: of a send, or of a landing, and of each row; 0: there is none. block: of
-    `blocks`. eight_bits: the weight is stored in so many.
+    """How a send (`sends`) or a landing rides. rows: its rows; 0: there is none. chunks: of each
+    row. block: as from `blocks`. eight_bits: whether the weight is stored in 8 bits.
 
-    Where tiles fill the SMs, programs behind them begin when tiles end. So fewer, of more chunks
-    each, begin at once where tiles leave SMs free. For 33 to 64 chunks, and sends of more than 160,
-    larger tiles leave ROOM free; programs of 64 rows have 4, one after the other. Landings of 133
-    to 256 are in the tiles, two at once. All of it was measured with rows of 4 chunks, an 8B's at
-    TP 4; only the first is done with others. Behind the tiles steps of 4, 16 and 64 rows took 2 to
-    5 % longer (4x H200, benchmarks/results/2026-11-27-riders-beside-h200x4.txt).
+    Where tiles fill the SMs, programs behind them begin when tiles end. So where tiles leave SMs
+    free, fewer programs of more chunks each begin at once. For 33 to 64 chunks, and for sends of
+    more than 160, larger tiles leave ROOM SMs free; with 64 rows, each program has 4 rows, one
+    after the other. Landings of 133 to 256 chunks are inside the tiles, two chunks at once. All of
+    it was measured with rows of 4 chunks, an 8B's at TP 4; only such rows get larger tiles. With
+    everything behind the tiles, steps of 4, 16 and 64 rows took 2 to 5 % longer (4x H200,
+    benchmarks/results/2026-11-27-riders-beside-h200x4.txt).
     """
     own = rows_each(outputs, block, gated)
     tiles, parts = -(-outputs // own), rows * chunks
@@ -102,8 +107,8 @@ def ride(
 
 
 def leaving(room: int, outputs: int, block: int, gated: bool) -> tuple[int, int]:
-    """The block, and the rows that each program has, of tiles that leave so many SMs free: as of
-    `rows_each` where these do."""
+    """The block, and the rows of each program, of tiles that leave `room` SMs free. They are as
+    from `rows_each` if those leave as many."""
     own = rows_each(outputs, block, gated)
     if -(-outputs // own) + room > MULTIPROCESSORS:
         own = -(-outputs // ((MULTIPROCESSORS - room) * 4)) * 4
@@ -114,7 +119,7 @@ def cut(
     kernels: Kernels, rows: int, outputs: int, inputs: int, gated: bool, stored: str = "bf16",
     pieces: bool = False,
 ) -> Cut:  # fmt: skip
-    """How a product is, given as for `room`."""
+    """How a product is cut into tiles; the arguments are as for `room`."""
     narrow, short = stored != "bf16", inputs <= 1024
     half = kernels.long and stored == "fp8" and by_halves(rows) and not pieces
     found = blocks(rows, outputs, inputs, gated, BF16, narrow, pieces, half)
@@ -133,9 +138,10 @@ def room(
     kernels: Kernels, rows: int, outputs: int, inputs: int, gated: bool, stored: str = "bf16",
     pieces: bool = False,
 ) -> int:  # fmt: skip
-    """How many thread blocks of a product run at once: of tiles, or, as of few rows of weights in
-    8 bits, so small that all run. gated: of two matrices, of so many outputs each. pieces: of the
-    input (`ladder.kernels.pieces`)."""
+    """How many thread blocks can run at once: as many as have room in shared memory. Products of
+    few rows with weights in 8 bits have no tiles; their blocks are so small that all run. gated:
+    there are two matrices, of `outputs` outputs each. pieces: the input is in pieces
+    (`ladder.kernels.pieces`)."""
     found = cut(kernels, rows, outputs, inputs, gated, stored, pieces)
     if found.stages == 0:
         return MULTIPROCESSORS + -(-outputs // found.block)
@@ -148,8 +154,8 @@ def rides(
     kernels: Kernels, sends: bool, chunks: int, rows: int, outputs: int, inputs: int, gated: bool,
     stored: str = "bf16", pieces: bool = False,
 ) -> Ride:  # fmt: skip
-    """How a send or landing of `chunks` for each row rides on a product of tiles, which is given as
-    for `room`."""
+    """How a send or landing with `chunks` chunks in each row rides on a product of tiles; the
+    product's arguments are as for `room`."""
     narrow = stored != "bf16"
     block = cut(kernels, rows, outputs, inputs, gated, stored, pieces).block
     if kernels.rides == "beside":
@@ -161,8 +167,8 @@ def rides(
 
 
 def _in_tiles(sends: bool, rows: int, chunks: int, tiles: int, eight_bits: bool) -> bool:
-    """Whether of the kernels in which what rides may be inside of tiles it was: sends of 33 to 64
-    chunks, and landings of more than 132, in pairs."""
+    """Whether a send or landing was inside tiles, in the kernels that allowed it: sends of 33 to 64
+    chunks were, and landings of more than 132 chunks, in pairs."""
     if eight_bits or tiles < FULL:
         return False
     if sends:
@@ -178,7 +184,7 @@ def early_bytes(kernels: Kernels, rows: int, outputs: int, inputs: int, gated: b
 
 
 def added(cost: DecodeCost, graph: Graph) -> dict[int, float]:
-    """The microseconds that what rides on a launch adds to it, by the launch."""
+    """By launch, the microseconds that its riders add to it."""
     found: dict[int, float] = {}
     for each in graph.operations:
         if each.rides is not None:
@@ -190,11 +196,11 @@ def added(cost: DecodeCost, graph: Graph) -> dict[int, float]:
 
 
 def late(cost: DecodeCost, rider: Operation, product: Operation) -> float:
-    """Microseconds by which what rides on a product of tiles outlasts it. Its thread blocks come
-    after the product's, with as much shared memory: they run one after the other where the product
-    leaves room, and then everywhere. Each takes what a small kernel takes for each of its parts; so
-    does what rides in the tiles, before them, but for the time in which the memory brings their
-    first weights."""
+    """Microseconds by which a rider outlasts its product of tiles. The rider's thread blocks come
+    after the product's, and take as much shared memory: they run one after the other where the
+    product leaves room, and then everywhere. Each takes the time of a small kernel (`launch_us`)
+    for each of its parts. A rider inside the tiles runs before them. It takes as long, less the
+    time in which the memory brings the tiles' first weights."""
     # O and down have no landing whose pieces they could read.
     pieces = cost.lands_pieces and product.part not in ("output", "down")
     outputs, inputs, gated = cost.matrix(product.part)

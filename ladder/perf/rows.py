@@ -1,4 +1,4 @@
-"""What products of more rows than one take, by a machine's curves."""
+"""The times of products of several rows, by a machine's curves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ladder.perf.machine import Machine
 
 
 def between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Linear between points, and above them that of the last."""
+    """The value at x: linear between points, and above them that of the last point."""
     for (low, one), (high, two) in pairwise(points):
         if low <= x <= high:
             return one + (two - one) * (x - low) / (high - low)
@@ -17,7 +17,7 @@ def between(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def more_rows(machine: Machine, rows: float) -> float:
-    """Microseconds that more rows than one add to a product at the size where both are known."""
+    """Microseconds that `rows` rows add to a product of one row, at a size where both are known."""
     places = [x for x, _ in machine.family("product")[-1].points]
     middle = places[len(places) // 2]
     more = machine.between("product", "rows", rows, middle)

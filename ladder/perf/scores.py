@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-# fitted: a parameter was set to reach it, or it follows from one that was. held out: nothing was.
-# counted: no parameter is in it. check: of the simulator itself.
+# fitted: a parameter was set to reach the number, or the number follows from such a parameter.
+# held out: no parameter was set to it. counted: it depends on no parameter. check: it tests the
+# simulator itself.
 Basis = Literal["fitted", "held out", "counted", "check"]
 FIT: Basis = "fitted"
 OUT: Basis = "held out"
@@ -14,9 +15,9 @@ OUT: Basis = "held out"
 
 @dataclass(frozen=True)
 class Score:
-    """paper, ours: as in `unit`; None where the paper has a claim and no number. error: ours less
-    paper's, in points where the unit is %, else in % of the paper's. within: whether that is within
-    `tolerance`, or whether the claim holds."""
+    """paper, ours: the numbers, in `unit`; None if the paper has a claim but no number. error: our
+    number less the paper's, in points if the unit is %, else in % of the paper's. within: whether
+    the error is within `tolerance`, or whether the claim holds."""
 
     what: str
     paper: float | None
@@ -47,26 +48,26 @@ def _number(value: float | None, unit: str) -> str:
 
 
 def points(what: str, paper: float, ours: float, tolerance: float, basis: Basis) -> Score:
-    """A share in %, within so many points."""
+    """The score of a share in %, with a tolerance in points."""
     error = ours - paper
     within = abs(error) <= tolerance
     return Score(what, paper, ours, "%", f"{tolerance:g} points", basis, error, within)
 
 
 def speedup(what: str, paper: float, ratio: float, tolerance: float, basis: Basis) -> Score:
-    """A ratio of times as the paper says it, in % over 1."""
+    """The score of a ratio of times, which the paper gives as % above 1."""
     return points(what, paper, 100 * (ratio - 1), tolerance, basis)
 
 
 def factor(what: str, paper: float, ours: float, tolerance: float, basis: Basis) -> Score:
-    """A ratio, within so many % of the paper's."""
+    """The score of a ratio, with a tolerance in % of the paper's."""
     error = 100 * (ours / paper - 1)
     within = abs(error) <= tolerance
     return Score(what, paper, ours, "x", f"{tolerance:g} %", basis, error, within)
 
 
 def exact(what: str, paper: float, ours: float, unit: Literal["%", "x"]) -> Score:
-    """A count, equal to the paper's in all its digits."""
+    """The score of a count, which must equal the paper's in all of the paper's digits."""
     digits = 0 if unit == "%" else 1
     error = ours - paper if unit == "%" else 100 * (ours / paper - 1)
     within = round(ours, digits) == paper
@@ -74,13 +75,13 @@ def exact(what: str, paper: float, ours: float, unit: Literal["%", "x"]) -> Scor
 
 
 def holds(what: str, claim: bool, basis: Basis = OUT) -> Score:
-    """A claim of the paper without a number."""
+    """The score of a claim of the paper without a number."""
     return Score(what, None, None, "", "the sign", basis, None, claim)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a chart. paper, ours: values by series."""
+    """A line of a chart. ours, paper: series -> value."""
 
     name: str
     ours: dict[str, float]
@@ -100,9 +101,9 @@ class Dots:
 class Curves:
     """Lines: name -> (x, y).
 
-    ticks: those of a logarithmic x axis, (): a linear one. tabled: all lines have the same x, and
-    the details are a table of them, with so many digits. spans: of a line's points the least and
-    the most, in the table and as an area.
+    ticks: the ticks of a logarithmic x axis; (): the axis is linear. tabled: all lines have the
+    same x, and the details are a table of them. digits: of the numbers in that table. spans: name
+    -> (least, most) of each of a line's points, shown in the table and as an area.
     """
 
     series: dict[str, tuple[list[float], list[float]]]
@@ -131,8 +132,8 @@ class Curves:
 
 @dataclass(frozen=True)
 class Result:
-    """One figure or table; number None: the title says which, if it is of a paper. chart: what
-    the page draws and the table of details has; more: drawn below it."""
+    """One figure or table. number: of the paper's figure; None: the title says what it is. chart:
+    what the page draws and the table of details lists. more: charts below it."""
 
     number: int | None
     title: str
@@ -146,7 +147,7 @@ class Result:
         return self.title if self.number is None else f"Figure {self.number}: {self.title}"
 
     def details(self) -> list[list[str]]:
-        """The rows of a chart of points as a table, ours; [] for most curves."""
+        """Our numbers of the chart as a table; [] for curves that are not `tabled`."""
         if isinstance(self.chart, Curves):
             return self.chart.table() if self.chart.tabled else []
         rows = [row for row in self.chart.rows if row.ours]

@@ -1,5 +1,5 @@
-"""The times of a graph's operations: streams in order, what is waited for, what slows what; on one
-rank that stands for all, or on every rank, where ranks are not alike."""
+"""The times of a graph's operations, from the order of streams, from what each operation waits for
+and from what slows it. One rank stands for all, or every rank is simulated if ranks differ."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ Beside = Callable[[Operation, Operation], float]
 NOTHING = -1
 ALONE = [1.0]
 MOST_JITTER = 0.25  # above 1 / sqrt(12) an operation could take less than nothing
-# Over so many the time that jitter adds is averaged; of many operations, whose mean differs by
-# little, over one.
+# The time that jitter adds is averaged over SEEDS runs. From MANY operations on, counted over all
+# ranks, one run is enough: their mean varies little.
 SEEDS, MANY = 3, 20_000
-SPREAD = math.sqrt(3)  # of a uniform number between -SPREAD and SPREAD the standard deviation is 1
+SPREAD = math.sqrt(3)  # a uniform number between -SPREAD and SPREAD has standard deviation 1
 
 
 @dataclass(frozen=True)
 class Skew:
     """By how much ranks differ.
 
-    ranks: how many. tp: of a group that sums partials (0: all of them); ranks of the same place in
-    their groups share gradients and weights. offsets: microseconds by which each begins late (():
-    none does). jitter: the standard deviation of what an operation takes, of its cost.
+    ranks: their number. tp: the ranks of a group that sums partials (0: all ranks); ranks with the
+    same place in their groups share gradients and weights. offsets: microseconds by which each rank
+    begins late; (): none does. jitter: the standard deviation of an operation's time, as a share of
+    its cost.
 
-    Each operation of each rank takes its cost times 1 + jitter x a number of its own, uniform, by
-    `seed`. The numbers of an operation add up to 0 over the ranks: no work is added, so that all
-    that jitter costs is waiting. What ranks do together (collectives, barriers) has none.
+    An operation on a rank takes its cost times 1 + jitter x a uniform random number (`seed`). An
+    operation's numbers add up to 0 over the ranks: no work is added, so jitter only costs waiting.
+    Operations that ranks do together (collectives, barriers) have no jitter.
     """
 
     ranks: int
@@ -52,14 +53,14 @@ class Skew:
         assert self.ranks % (self.tp or self.ranks) == 0
 
     def peers(self, rank: int, operation: Operation) -> Sequence[int]:
-        """The ranks that an operation of a rank communicates with, itself among them."""
+        """The ranks with which an operation of `rank` communicates, including `rank`."""
         tp = self.tp or self.ranks
         if operation.stream in (DATA, COPIES):
             return range(rank % tp, self.ranks, tp)
         return range(rank - rank % tp, rank - rank % tp + tp)
 
     def factors(self, operations: Sequence[Operation]) -> list[list[float]]:
-        """What each operation's cost is multiplied by, on each rank."""
+        """The factors on the operations' costs: a list for each rank."""
         draw = random.Random(self.seed).random
         found = [[1.0] * len(operations) for _ in range(self.ranks)]
         for each in operations:
@@ -73,7 +74,7 @@ class Skew:
 
 
 def check_jitter(jitter: float) -> None:
-    """Raise UserError unless operations can vary by so much."""
+    """Raise UserError unless operations can vary by `jitter`."""
     if not 0 <= jitter <= MOST_JITTER:
         raise UserError(
             f"--jitter={100 * jitter:g} must be 0 to {100 * MOST_JITTER:g}, in % of what an "
@@ -85,23 +86,24 @@ ALIKE = Skew(1)  # one rank, which stands for all
 
 
 def meets(operation: Operation) -> bool:
-    """Whether it ends on no rank before it has begun on all."""
+    """Whether an operation can end on a rank only after it has begun on all ranks."""
     if operation.kind == "choice":
         return operation.part in ("choose", "gather")
     return operation.kind in (*COLLECTIVES, "barrier")
 
 
 def sends(operation: Operation) -> bool:
-    """Whether it writes to the others' slots, and waits for nobody: who lands it does."""
+    """Whether an operation writes to the peers' slots without waiting (its landing waits)."""
     return operation.output is not None and (operation.pushes or operation.kind == "send")
 
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds at which each operation starts and ends, by its index; of several ranks one
-    after the other.
+    """Microseconds at which each operation starts and ends, by its index. With several ranks, the
+    lists of all ranks follow one another.
 
-    because: the operation whose end let each one start, or NOTHING.
+    because: the operation whose end (of a launch that it rides on: whose start) let each operation
+    start, or NOTHING.
     """
 
     starts: tuple[float, ...]
@@ -113,8 +115,8 @@ class Times:
         return max(self.ends)
 
     def longest_path(self) -> list[tuple[int, float]]:
-        """The operations that the last one waited for, one after another from the end, each with
-        its share of the total; the shares add up to it."""
+        """The chain of operations that the last one waited for, from the end, each with its part of
+        the total in microseconds."""
         at, until = self.ends.index(max(self.ends)), self.total
         found = []
         while at != NOTHING:
@@ -124,14 +126,15 @@ class Times:
 
 
 def _launch(operation: Operation) -> int:
-    """The index of the operation whose launch it is part of."""
+    """The index of the operation in whose launch this one is."""
     return operation.index if operation.rides is None else operation.rides
 
 
 class _Order:
-    """What an operation waits for, on any rank. launch: that each is part of. parts: of each
-    launch, itself first. users: what waits for the end of each on the same rank, and `landers` on
-    all peers. waiting: for how many ends each waits, of `peers` ranks."""
+    """What operations wait for, the same on all ranks; lists are by operation. launch: the launch
+    that it is part of. parts: the operations in its launch, itself first. users: the operations
+    that wait for its end on the same rank. landers: those that do on all peers. waiting: the number
+    of ends that it waits for, counted over `peers` ranks."""
 
     def __init__(self, operations: Sequence[Operation], peers: int) -> None:
         count = len(operations)
@@ -164,15 +167,15 @@ class _Order:
 
 
 def _lands(operation: Operation, need: Operation) -> bool:
-    """Whether it needs the sum of what all ranks have sent, and not a rank's own partial alone."""
+    """Whether an operation needs the sum of all ranks' parts sent in `need`, not just its own."""
     return sends(need) and any(
         each.summed and each.output == need.output for each in operation.landings
     )
 
 
 class _Rank:
-    """What runs on one rank. now: until when `left` is right; next: when the first of `running`
-    ends, by `speeds`, after `step`."""
+    """The state of one rank. left: microseconds of work (alone) that each operation has left at
+    `now`. By `speeds`, the first of the operations in `running` ends after `step`, at `next`."""
 
     def __init__(self, order: _Order, begin: float) -> None:
         count = len(order.launch)
@@ -189,8 +192,8 @@ class _Rank:
         self.because = [NOTHING] * count
 
     def advance(self, time: float) -> None:
-        """Count what has been done until then."""
-        if time >= self.next:  # no sum of floats: what ends now has nothing left
+        """Subtract from `left` the work that is done until `time`."""
+        if time >= self.next:  # what ends now has exactly nothing left, whatever floats add up to
             if len(self.running) == 1:
                 self.left[self.running[0]] = 0.0
                 self.now, self.next = self.next, math.inf
@@ -206,7 +209,7 @@ class _Rank:
             self.now = time
 
     def release(self, index: int, because: int) -> bool:
-        """One of the ends that an operation waits for; whether it was the last."""
+        """Note one of the ends that operation `index` waits for; return whether it was the last."""
         self.waiting[index] -= 1
         if self.waiting[index]:
             return False
@@ -217,12 +220,12 @@ class _Rank:
     def plan(
         self, operations: Sequence[Operation], launch: list[int], beside: Beside | None
     ) -> None:
-        """Set the speeds of what runs, and when the first of it ends."""
+        """Set the speeds of the running operations, and when the first of them ends."""
         running, left = self.running, self.left
         if len(running) == 1:
             self.speeds, self.step = ALONE, left[running[0]]
         elif running:
-            running.sort()  # the product of several speeds must not depend on who came first
+            running.sort()  # the product of several speeds must not depend on the order of starts
             self.speeds = _speeds(operations, launch, running, beside)
             self.spans = [left[n] / speed for n, speed in zip(running, self.speeds, strict=True)]
             self.step = min(self.spans)
@@ -232,15 +235,15 @@ class _Rank:
 
 
 def simulate(graph: Graph, cost: Cost, beside: Beside | None = None, skew: Skew = ALIKE) -> Times:
-    """Run the operations, each of `cost` microseconds alone once it has begun.
+    """Run the operations; each takes `cost` microseconds alone once it has begun.
 
-    What rides begins with its launch, or when all that it waits for is there; the launch ends with
-    the last of its parts, and what needs one of them waits for that. beside: how fast operations of
-    different launches run at the same time; without it, all as fast as alone.
+    An operation that rides begins with its launch, or when all that it waits for has ended. A
+    launch ends with the last of its parts, and users of any part wait for that. beside: the speed
+    of operations while those of other launches run; without it, all run as fast as alone.
 
-    Of several ranks each has its own streams. A collective takes its cost from when the last of its
-    ranks has begun it, and a rank that waits in it holds what it takes. What is pushed ends where
-    it was sent from, and a rank lands it when that of all peers is there.
+    Each rank has its own streams. A collective's cost counts from when the last of its ranks has
+    begun it; a rank that waits in it holds its resources. A push ends on the rank that sends it; a
+    rank lands it when the pushes of all peers have ended.
     """
     operations = graph.operations
     count, several = len(operations), skew.ranks > 1
@@ -248,7 +251,7 @@ def simulate(graph: Graph, cost: Cost, beside: Beside | None = None, skew: Skew 
     ranks = [_Rank(order, offset) for offset in skew.offsets or (0.0,) * skew.ranks]
     costs = [cost(each) for each in operations]
     factors = skew.factors(operations) if skew.jitter else None
-    begun: dict[tuple[int, int], int] = {}  # by how many ranks a collective is, by its first one
+    begun: dict[tuple[int, int], int] = {}  # (collective, first rank): how many ranks began it
     events = [(rank.next, number) for number, rank in enumerate(ranks)]
     heapify(events)
     while events:
@@ -322,8 +325,8 @@ def _speeds(
 
 def spent(graph: Graph, times: Times, beside: Beside) -> dict[int, float]:
     """The microseconds of the longest path by operation; they add up to the total. What an
-    operation of the path loses to those that run beside it is theirs: a product that hardly moves
-    while attention runs is attention's time."""
+    operation of the path loses to others beside it counts for the others: while attention all but
+    stops a product, the time is attention's."""
     found: dict[int, float] = {}
     starts, ends = times.starts, times.ends
     operations = graph.operations
@@ -357,7 +360,7 @@ def waiting(
     graph: Graph, cost: Cost, beside: Beside | None, alike: float, ranks: int, tp: int,
     jitter: float,
 ) -> float:  # fmt: skip
-    """Microseconds that a jitter adds to the time of ranks that are `alike`."""
+    """Microseconds that a jitter adds to `alike`, the time of equal ranks."""
     if not jitter or ranks == 1:
         return 0.0
     found = [

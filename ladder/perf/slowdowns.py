@@ -1,4 +1,4 @@
-"""How fast operations are beside others, of their speed alone, by what each of them takes."""
+"""The speed of operations beside others, as a share of that alone, by the resources they take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ COMMUNICATES = ("nccl", "push", "direct")
 
 
 class Slowdowns:
-    """Those of a machine's file. read: the names of the values that were asked for."""
+    """The slowdowns of a machine's file. read: the names of the values that were asked for."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -20,12 +20,12 @@ class Slowdowns:
         return self.machine.value(name)
 
     def curve(self, name: str, nbytes: float) -> float | None:
-        """The speed beside, or of, an all-reduce of so many bytes; None if it was not measured."""
+        """The speed beside, or of, an all-reduce of `nbytes` bytes; None if it was not measured."""
         found = self.machine.family(name)
         return min(1.0, found[0].at(nbytes).us) if found else None
 
     def together(self, one: str, two: str) -> float:
-        """The speed of what takes `one` (see `resource`) while what takes `two` runs."""
+        """The speed of an operation on resource `one` (see `resource`) beside one on `two`."""
         if "wait" in (one, two) or "link" in (one, two):
             return 1.0
         if one == "all" and two in COMMUNICATES:
@@ -35,12 +35,13 @@ class Slowdowns:
         return 0.5  # both take all multiprocessors
 
     def _known(self, name: str) -> str:
-        """Of landings over links, whose speeds older files lack, those of an all-reduce of ours."""
+        """The name of the value to read. Older files lack the speeds of landings over links
+        (`direct`); those of our all-reduces (`push`) stand in."""
         return name if name in self.machine.values else name.replace("direct", "push")
 
     @property
     def unmeasured(self) -> tuple[str, ...]:
-        """What was read and not measured by `ladder bench machine`, with where it is from."""
+        """The values that were read but not measured by `ladder bench machine`, with sources."""
         said = []
         for name in sorted(self.read):
             found = self.machine.values.get(name)
@@ -52,8 +53,8 @@ class Slowdowns:
 
 def resource(operation: Operation) -> str:
     """What an operation takes: link (copy engines, or the links alone), nccl (some
-    multiprocessors), push (ours, by as many), direct (a landing over links), wait (one block that
-    waits), or all multiprocessors."""
+    multiprocessors), push (our all-reduces, some multiprocessors), direct (a landing over links),
+    wait (one block that waits), or all (all multiprocessors)."""
     if operation.kind == "copies" or operation.stream == LINKS:
         return "link"
     if operation.kind == "peers":

@@ -2,9 +2,9 @@
 
 Such a model runs the loop of `ladder.models` in a CUDA graph, with the fused engine's modules
 (`ladder.infer.fused`): a product of each matrix and rank, attention of all ranks in one kernel, and
-a kernel that lands and norms the residuals of all. torch's kernels sum what ranks hold, and add the
-group, the residual or the other part of a sublayer that goes into it. Nothing is fitted to such
-models.
+a kernel that lands and norms the residuals of all. torch's kernels sum the partials of the ranks in
+a process, and add a group's earlier partials, the residual or a sublayer's other part to them.
+Nothing is fitted to such models.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ladder.perf.cost_prefill import PromptCost
 from ladder.perf.graph import LAST, Operation
 from ladder.perf.machine import Estimate, Machine
 
-NORM = 3  # how often a landing reads or writes the residual's rows, beside what it adds
+NORM = 3  # how often a landing reads or writes the residual's rows, in addition to its addends
 
 
 class VirtualCost(PromptCost):
-    """Microseconds of each operation of a pass over `batch` sequences of `tokens` new tokens, after
-    `context` (decode steps: 1 after so many; prompts: 0).
+    """Microseconds of each operation of a pass over `batch` sequences of `tokens` new tokens after
+    `context` earlier ones (decode steps: 1 new token; prompts: context 0).
 
-    held: ranks of a process. table: the algorithms of all-reduces by size; None: NCCL.
+    held: the ranks of T in a process. table: the algorithms of all-reduces by size; None: NCCL.
     """
 
     def __init__(
@@ -93,13 +93,14 @@ class VirtualCost(PromptCost):
         return Estimate(us, "extrapolated")
 
     def _product(self, operation: Operation, rows: int) -> float:
-        """Of one rank."""
+        """Microseconds of a product of one rank."""
         if self.step is not None:
             return self.step.alone(operation).us + self.step.gap
         return self.product(operation.part, rows)
 
     def _attends(self, operation: Operation) -> float:
-        """Of all ranks; of whole prompts after the kernel that turns and stores keys and values."""
+        """Microseconds of attention of all held ranks. For whole prompts it includes the kernel
+        that rotates and stores keys and values."""
         if self.step is not None:
             return self.step.alone(operation).us + self.step.gap
         if self.context:  # more sequences than fused products have rows: by bytes
@@ -109,7 +110,7 @@ class VirtualCost(PromptCost):
         return self.held * self.attention(self.prompt) + turned + self.gap
 
     def _summed(self, operation: Operation) -> Estimate:
-        """The sum of the held ranks' partials, and over processes."""
+        """The sum of the held ranks' partials, and the all-reduce over processes."""
         own = 0.0
         if operation.output is not None:
             own = self._kernel(self.held + 1).us

@@ -1,10 +1,10 @@
-"""What runs slower beside what: a large product, and products of a decode step, beside collectives
-and copies, and these beside the products.
+"""Slowdowns: of a large product and of a decode step's products beside collectives and copies, and
+of these beside the products.
 
-cuBLAS's thread blocks stay on their multiprocessors until the whole product is done, so that an
+cuBLAS's thread blocks stay on their multiprocessors until the whole product is done, so an
 all-reduce that comes in the middle of it waits for its end. In a model it comes when a product has
-ended. Messages here take many times as long as a product: what is found is by how much both are
-slower while both run, and that wait is a small part of it.
+ended. Messages here take many times as long as a product, so that this wait is a small part of what
+is measured: by how much both are slower while both run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ladder.perf.calibration.sizes import Part, Point, Sizes, pairs, random
 from ladder.perf.calibration.timing import turn_of
 from ladder.perf.calibration.together import Turn, speed_beside
 
-PRODUCTS, REDUCES, COPIES = 12, 4, 20  # of a turn: a millisecond or two
+PRODUCTS, REDUCES, COPIES = 12, 4, 20  # calls of a turn, which takes a millisecond or two
 URGENT = -1  # the priority of the streams of our all-reduces and of copies in prompts
 
 
@@ -64,25 +64,26 @@ def _both(
 def _reduces(
     sizes: Sizes, nbytes: int, group: dist.ProcessGroup, device: torch.device, calls: int = 0
 ) -> Turn:
-    """The backend's all-reduces, on the stream of a model's."""
+    """The backend's all-reduces, with the priority of a model's communication stream."""
     source = torch.zeros(nbytes // sizes.dtype.itemsize, dtype=sizes.dtype, device=device)
     work = partial(dist.all_reduce, source, group=group)
     return Turn(turn_of([work], calls or REDUCES, device))
 
 
 def _two_shots(sizes: Sizes, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Turn:
-    """Ours for messages of prompts. Launched one by one: a graph has the priorities with which it
-    was captured, and not that of the stream on which it runs. Without dependent launch, which other
-    work between them prevents in a model: here the thread blocks of those behind would take all
-    multiprocessors, and no product would begin."""
+    """Our all-reduces for messages of prompts. They are launched one by one, since a graph keeps
+    the priorities of its capture and ignores that of the stream on which it runs. They have no
+    dependent launch: in a model other work between them prevents it. Here the thread blocks of the
+    next all-reduces would take all multiprocessors, and no product would begin."""
     source = torch.zeros(nbytes // sizes.dtype.itemsize, dtype=sizes.dtype, device=device)
     work = partial(TwoShotAllReduce(nbytes, group, device), source, True)
     return Turn(turn_of([work], REDUCES, device, captured=False), URGENT)
 
 
 def _landings(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> Turn:
-    """Exchanges by landings over links, in a graph, as prompts are that take them. Within it they
-    are on a stream with priority, since a graph's kernels keep that of their capture."""
+    """Exchanges by landings over links, in a graph, like the prompts that use them. In the graph
+    they are on a stream with priority, since a graph's kernels keep the priority of their capture.
+    """
     rows = sizes.together.landed // sizes.dtype.itemsize // sizes.hidden
     mine = random(rows, sizes.hidden, dtype=sizes.dtype, device=device)
     gain = torch.ones(sizes.hidden, dtype=sizes.dtype, device=device)
@@ -101,7 +102,7 @@ def _landings(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> T
 
 
 def _copies(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> Turn:
-    """By copy engines, launched one by one, as prompts are."""
+    """Copies by copy engines, launched one by one as in prompts."""
     work = to_next(sizes, sizes.together.copied, group, device)
     return Turn(turn_of([work], COPIES, device, captured=False), URGENT)
 
@@ -109,9 +110,9 @@ def _copies(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> Tur
 def _steps(
     sizes: Sizes, turned: bool, group: dist.ProcessGroup, device: torch.device
 ) -> list[Point]:
-    """The speed of decode products beside the backend's all-reduces, by the bytes of these.
+    """The speed of decode products beside the backend's all-reduces, by the bytes of a message.
 
-    turned: that of the all-reduces beside the products.
+    turned: instead, the speed of the all-reduces beside the products.
     """
     found: list[Point] = []
     for rows in sizes.together.steps:

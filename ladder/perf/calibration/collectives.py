@@ -28,7 +28,7 @@ def parts(
         yield Part("all-reduce", {"algorithm": name}, run)
     if push:
         yield Part("peer copy", {}, partial(_peer_copies, sizes, group, device))
-        if dist.get_world_size(group) > 2:  # of two there is one peer
+        if dist.get_world_size(group) > 2:  # with two ranks there is one peer
             yield Part("copies to all", {}, partial(_copies_to_all, sizes, group, device))
     for kind, call in (("all-gather", _gather), ("reduce-scatter", _scatter)):
         yield Part(kind, {"algorithm": backend}, partial(_whole, sizes, call, group, device))
@@ -93,7 +93,7 @@ def _peer_copies(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -
 def _copies_to_all(
     sizes: Sizes, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, float]:
-    """Every GPU copies to all others in turn, at the same time, and to the next one alone."""
+    """The rate of copies to all others in turn over that to the next GPU alone; all GPUs copy."""
     memory, source = _peer_memory(sizes, max(sizes.messages), group, device)
     ranks = len(memory.by_rank)
     works = [partial(_copy, memory, source, step) for step in range(1, ranks)]
@@ -114,7 +114,7 @@ def _whole(
     sizes: Sizes, call: Callable[[Tensor, Tensor, dist.ProcessGroup], None],
     group: dist.ProcessGroup, device: torch.device,
 ) -> list[Point]:  # fmt: skip
-    """A collective by the bytes of the whole, of which each rank has a part."""
+    """A collective's times by the bytes of the whole tensor, of which each rank has a part."""
     found: list[Point] = []
     world = dist.get_world_size(group)
     for nbytes in sizes.messages:

@@ -35,7 +35,8 @@ PATIENCE = timedelta(seconds=30)  # for the other ranks at the end of a part
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the parts. left_out: those that began too late; failed: with the reasons."""
+    """The machine with what was measured. left_out: parts for which there was no time. failed:
+    parts that failed, with the reasons."""
 
     machine: Machine
     left_out: list[str]
@@ -54,8 +55,8 @@ def main(options: Any) -> int:
     gpu = torch.cuda.get_device_name(device) if cuda else "none"
     before = launch.on_first(lambda: begun(out, gpu, world))
     push = cuda and world > 1 and common_push_refusal(world) is None
-    # Of a model's mesh: its NCCL has priority over products, without which all thread blocks of
-    # products that are queued before it would run first.
+    # The group is that of a model's mesh: its NCCL has priority over products. Without it, all
+    # thread blocks of products queued before a collective would run first.
     mesh = make_mesh(device, world)
     group = None if mesh is None else mesh.get_group("tp")
     each = parts(GPU if cuda else CPU, device, group, push)
@@ -86,10 +87,10 @@ def main(options: Any) -> int:
 
 
 def begun(out: Path, gpu: str, world: int) -> Machine:
-    """The machine before anything is measured: that of the file, if there is one, whose parts stay
+    """The machine before anything is measured: that of the file, if there is one. Its parts stay
     until they are measured anew.
 
-    Raises UserError for a file that describes another machine, or none: it would be lost.
+    Raises UserError for a file that describes another machine, or no machine: it would be lost.
     """
     check_writable(out)
     if not out.is_file():
@@ -107,7 +108,8 @@ def begun(out: Path, gpu: str, world: int) -> Machine:
 
 
 def measured_by(machine: Machine, about: str) -> Machine:
-    """The machine without what an earlier run left: parts that no run measures any more."""
+    """The machine with what this run measured alone. Values and curves of earlier runs that no run
+    measures any more are dropped."""
     values = {name: each for name, each in machine.values.items() if each.provenance == about}
     curves = tuple(each for each in machine.curves if each.provenance == about)
     return replace(machine, values=values, curves=curves, links=links(curves, machine.gpus))
@@ -151,8 +153,8 @@ def measure(
 
 
 def told(key: str, reason: str) -> list[str]:
-    """Every rank's reason. Not by a collective: a rank whose part failed may have left the others
-    in one. Raises an error if they do not come out of it."""
+    """Every rank's reason, through the store and not by a collective: a rank whose part failed may
+    have left the others in a collective. Raises RuntimeError if these do not come out of it."""
     world = launch.world_size()
     if world == 1:
         return [reason]
@@ -170,7 +172,7 @@ def told(key: str, reason: str) -> list[str]:
 
 
 def with_part(machine: Machine, part: Part, found: Any, about: str) -> Machine:
-    """The machine with what a part found, in place of what it had of it."""
+    """The machine with what a part found, in place of its former values or curve."""
     if isinstance(found, dict):
         new = {name: Value(rounded(each), about) for name, each in found.items()}
         return replace(machine, values={**machine.values, **new})

@@ -20,11 +20,11 @@ from ladder.perf.calibration.timing import REPEATS, Work, align, slowest_median,
 from ladder.perf.machine import EXCHANGES
 
 CALLS = 10  # of a turn
-# How many products run before a turn: the host launches all of it meanwhile, as in prompts, where
-# products are long.
+# How many products run before a turn. Meanwhile the host launches the whole turn, as in prompts,
+# where products are long.
 HEADS = (64, 256)
 EPS = 1e-5
-ROUNDING = 2.0**-5  # of normed rows, which are near 1, in bfloat16
+ROUNDING = 2.0**-5  # the allowed error of normed rows, which are near 1, in bfloat16
 
 
 def parts(sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> Iterator[Part]:
@@ -66,9 +66,9 @@ def exchange(
     transport: Transport, partial: Tensor, gain: Tensor, group: dist.ProcessGroup,
     copy: bool = False,
 ) -> Tensor:  # fmt: skip
-    """One exchange: each rank sums its rows of all ranks' partials and norms them, and all get the
-    normed rows, [rows, D], which are returned. copy: of this partial, and not of whatever is in
-    the transport's buffer, to which a product would have written it."""
+    """One exchange: each rank sums its rows of all ranks' partials and norms them. Returns the
+    normed rows of all ranks, [rows, D]. copy: exchange `partial`; without it, whatever is in the
+    transport's buffer, to which a product would have written the partial."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     assert len(partial) % world == 0, len(partial)
     shard = len(partial) // world
@@ -97,7 +97,8 @@ def check(transport: Transport, mine: Tensor, gain: Tensor, group: dist.ProcessG
 
 
 def _behind(product: Work, work: Work, device: torch.device) -> float:
-    """Microseconds of one call, launched one by one behind products: the same on every rank."""
+    """Microseconds of one call of several that are launched one by one behind products; the same on
+    every rank."""
     for count in HEADS:
         head = turn_of([product], count, device)
         found = launch.gathered([_turn(head, work) for _ in range(REPEATS + 1)][1:])

@@ -11,14 +11,14 @@ from ladder.models.errors import UserError, unknown
 from ladder.next_step import say_next
 from ladder.perf.machine import ATTENTION, TURNS
 
-# Of what is measured, for --only.
+# What --only can name.
 FAMILIES = ("values", "product", "attention", "landing", "all-reduce", "peer-copy", "all-gather",
             "reduce-scatter", "exchange", "beside", "turns", "copy", "prompt-attention",
             "matrix")  # fmt: skip
 
 
 def family(name: str) -> str:
-    """Of FAMILIES, the one that has a part, or a curve, of this name."""
+    """The one of FAMILIES that has a part, or a curve, of this name."""
     if name == "barrier":
         return "exchange"
     if name in TURNS:
@@ -31,7 +31,7 @@ def family(name: str) -> str:
 
 
 def family_of_value(name: str) -> str:
-    """Of FAMILIES, the one whose parts have found this value."""
+    """The one of FAMILIES whose parts measure this value."""
     if name.startswith("prompt_attention"):
         return "prompt-attention"
     if name == "barrier_us":

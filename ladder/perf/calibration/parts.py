@@ -1,4 +1,4 @@
-"""What is measured, as parts of a few seconds each: every part is one curve, or some values."""
+"""The measurements, in parts of a few seconds each: every part gives one curve, or some values."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ladder.perf.calibration.sizes import HELD, Part, Point, Sizes, copies_of, p
 from ladder.perf.calibration.timing import host_microseconds, microseconds
 from ladder.perf.machine import ATTENTION
 
-TURN, MOST_CALLS = 1e12, 32  # of large products: multiplications, a few milliseconds; and calls
+TURN, MOST_CALLS = 1e12, 32  # of a turn of large products: multiplications (a few ms), and calls
 KV_GROUP = 4  # query heads for each KV head
-PROMPT_HEADS = 32  # of prompts, which fill all multiprocessors
+PROMPT_HEADS = 32  # query heads of prompts; they fill all multiprocessors
 
 
 def parts(
     sizes: Sizes, device: torch.device, group: ProcessGroup | None, push: bool
 ) -> Iterator[Part]:
-    """All parts, the most useful first. group: that of all ranks by which a model would reduce, or
-    None for one. push: whether the ranks can write to peer memory."""
+    """All parts, the most useful first. group: of all ranks, as a model would use it to reduce;
+    None for one rank. push: whether the ranks can write to peer memory."""
     yield Part("values", {}, partial(_values, sizes, device))
     for rows in sizes.rows:
         yield Part("product", {"rows": rows}, partial(_products, sizes, rows, device))
@@ -89,8 +89,8 @@ def _copies(sizes: Sizes, device: torch.device) -> list[Point]:
 
 
 def _products(sizes: Sizes, rows: int, device: torch.device) -> list[Point]:
-    """A product from `hidden`, then one back to it, each of a weight of its own, in a chain, with
-    as much shared memory as in a decode step."""
+    """The time of a product in a chain of pairs: one from `hidden`, then one back to it, each with
+    a weight of its own, and with as much shared memory as in a decode step."""
     found: list[Point] = []
     for outputs in sizes.outputs:
         works = pairs(sizes, rows, outputs, device)
@@ -112,8 +112,8 @@ def _matrix(sizes: Sizes, outputs: int, inputs: int, device: torch.device) -> li
 
 
 def _prompt_attention(sizes: Sizes, device: torch.device) -> dict[str, float]:
-    """Causal attention of whole prompts, of as many tokens in all: the rate of a very long one, and
-    the tokens at which it is half."""
+    """Causal attention of whole prompts with the same number of tokens in all: the rate for a very
+    long prompt, and the prompt's length at which the rate is half of that."""
     rates: dict[float, float] = {}
     tokens, dim = max(sizes.prompts), sizes.head_dim
     for prompt in sizes.prompts:
@@ -139,8 +139,8 @@ def halved(rates: Mapping[float, float]) -> tuple[float, float]:
 
 
 def _attention(sizes: Sizes, keys: int, cache: str, device: torch.device) -> list[Point]:
-    """One token of each sequence over `keys` earlier ones, in caches of their own, with as much
-    shared memory as in a decode step."""
+    """Attention of one token of each sequence over `keys` earlier ones, each sequence with its own
+    cache, and with as much shared memory as in a decode step."""
     stored = torch.float8_e4m3fn if cache == "fp8" else sizes.dtype
     found: list[Point] = []
     dim = sizes.head_dim

@@ -1,4 +1,4 @@
-"""The sizes to measure, and what a part is: one curve, or some values, of a few seconds."""
+"""The sizes to measure, and what a part is: the measurement of one curve or of some values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_COPIES = 128
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes to measure; `calls` calls are one turn of a short piece of work."""
+    """The sizes to measure. calls: how many calls of a short piece of work are one turn."""
 
     dtype: torch.dtype
     calls: int
@@ -43,11 +43,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Together:
-    """Of what runs at once. product: rows, outputs and inputs, as of a prompt. message: bytes of
-    the all-reduces beside it. copied: of each copy to a peer. landed: of each exchange. steps: rows
-    of decode products, whose weights have `outputs`, beside messages of as many rows. hides:
-    outputs of those of which two take longer than an all-reduce. calls: of a short piece of
-    work."""
+    """The sizes of work that runs at once. product: rows, outputs and inputs of a product as in a
+    prompt. message, copied, landed: bytes of an all-reduce, of a copy to a peer and of an exchange
+    beside it. steps: rows of decode products, whose weights have `outputs` outputs, and of the
+    messages beside them. hides: outputs of decode products of which two take longer than an
+    all-reduce. calls: of a short piece of work in a turn."""
 
     product: tuple[int, int, int]
     message: int
@@ -101,9 +101,9 @@ CPU = Sizes(
 
 @dataclass(frozen=True)
 class Part:
-    """One measurement; all ranks run it. name: a curve's, and `where` which; or of VALUES.
+    """One measurement, which all ranks run. name, where: of the curve; or a name for some values.
 
-    run: the points of the curve; or a dict of numbers by the names of values.
+    run: returns the points of the curve, or a dict from names in VALUES to numbers.
     """
 
     name: str
@@ -119,15 +119,15 @@ def random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def copies_of(nbytes: int, device: torch.device) -> int:
-    """How many pieces of memory make HELD bytes."""
+    """How many pieces of `nbytes` bytes make HELD bytes, within limits."""
     if device.type != "cuda":
         return 2
     return max(2, min(MOST_COPIES, -(-HELD // nbytes)))
 
 
 def pairs(sizes: Sizes, rows: int, outputs: int, device: torch.device) -> list[Work]:
-    """Products of a decode step: one from `hidden` to `outputs`, then one back, of weights that no
-    cache holds."""
+    """Pairs of a decode step's products: one from `hidden` to `outputs`, then one back. Together
+    their weights are larger than the L2 cache."""
     options: dict[str, Any] = {"dtype": sizes.dtype, "device": device}
     nbytes = outputs * sizes.hidden * sizes.dtype.itemsize
     x = random(rows, sizes.hidden, **options)

@@ -10,7 +10,7 @@ from ladder.plans import aligned
 def table(machine: Machine) -> str:
     """A line for each value, and one for each curve with its first, middle and last point.
 
-    Slowdowns stand beside what is declared where a file has none.
+    Beside a value stands the one that is declared for files without it.
     """
     rows = [["value", "measured", "declared otherwise"]]
     for name, found in sorted(machine.values.items()):

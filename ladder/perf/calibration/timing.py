@@ -26,9 +26,9 @@ def samples(
 ) -> list[float]:  # fmt: skip
     """Microseconds of one call, one figure for each turn of `calls` calls on this rank.
 
-    works: the same work on different memory, taken in turns, so that caches hold none of it. cool:
-    the device rests before each turn, which keeps short work below the power limit. captured: see
-    `turn_of`.
+    works: the same work on different memory, taken in turns, so that no cache holds its data. cool:
+    whether the device rests before each turn, which keeps short work below the power limit.
+    captured: see `turn_of`.
     """
     turn = turn_of(works, calls, device, captured)
     if device.type != "cuda":
@@ -60,7 +60,8 @@ def cooled(turn: Work, device: torch.device) -> float:
 
 
 def turn_of(works: Sequence[Work], calls: int, device: torch.device, captured: bool = True) -> Work:
-    """A turn of `calls` calls; on a GPU a CUDA graph's replay, or, not captured, launch by launch.
+    """A turn of `calls` calls. On a GPU it replays a CUDA graph or, if not `captured`, launches one
+    by one.
 
     All ranks must call this: it runs the work, which compiles kernels and makes buffers.
     """
@@ -78,7 +79,7 @@ def turn_of(works: Sequence[Work], calls: int, device: torch.device, captured: b
 
 
 def _replay(graph: torch.cuda.CUDAGraph, _: Sequence[Work]) -> None:
-    """The work is an argument since the graph uses its memory."""
+    """The second argument keeps the work's memory, which the graph uses, alive."""
     graph.replay()
 
 

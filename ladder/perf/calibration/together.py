@@ -1,4 +1,4 @@
-"""How fast work is while other work runs on another stream, of its speed alone."""
+"""The speed of work while other work runs on another stream, as a share of its speed alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from ladder.parallel import launch
 from ladder.perf.calibration.timing import REPEATS, REST, Work, align, cooled, slowest_median
 
-COVER = 4  # how many times as long as the timed work alone the other work runs at first
-# Where it ends too early, it runs as much longer as the timed work asked for, times MARGIN, and at
-# least twice as long; not beyond LONGEST, in microseconds: a few hundred turns of either.
+COVER = 4  # at first the other work runs this many times as long as the timed work takes alone
+# If it ends too early, it runs longer by the factor that the timed work asked for, times MARGIN,
+# and at least twice as long. LONGEST (microseconds) is the limit: a few hundred turns of either.
 MARGIN, LONGEST = 1.5, 5e5
 THREADED = 4  # turns on a CPU
-CLOCKED = 3  # turns by which the length of a turn is known
+CLOCKED = 3  # turns that are timed to find the length of a turn
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class Turn:
 def speed_beside(timed: Turn, other: Turn, device: torch.device) -> float:
     """The speed of `timed` while `other` runs all the time: the same on every rank, at most 1.
 
-    Of the slowest rank and the median turn, as times alone; the two take turns, so that drift of
-    the machine affects both. Raises RuntimeError if `other` ends too early, however often it runs.
+    As with times alone, the slowest rank and the median turn count. Turns alone and beside `other`
+    alternate, so that drift of the machine affects both. Raises RuntimeError if `other` ends too
+    early, however often it runs.
     """
     mine, others = (_length(each, device) for each in (timed, other))
     pieces = math.ceil(2 * COVER * mine / others)
@@ -56,7 +57,7 @@ def _turns(
     timed: Turn, other: Turn, pieces: int, device: torch.device
 ) -> tuple[float, float, float]:
     """Microseconds of `timed` alone and beside `pieces` turns of `other`; and how many times as
-    long `other` would have to last, if that is more than once: then the first two say nothing."""
+    long `other` would have to last. If that is above 1, the first two say nothing."""
     beside = _beside_on_gpu if device.type == "cuda" else _beside_in_thread
     alone, together = [], []
     for number in range(REPEATS + 1):
@@ -79,7 +80,7 @@ def _length(turn: Turn, device: torch.device) -> float:
 
 
 def _beside_on_gpu(timed: Turn, other: Turn, pieces: int) -> tuple[float, float]:
-    """Microseconds of `timed`, and the time until its end, of that for which `other` ran.
+    """Microseconds of `timed`; and the time until its end, as a share of that of `other`.
 
     `timed` begins when the first turn of `other` has ended. Its first turn is not timed: it hides
     the host's launch of the second.
@@ -114,7 +115,7 @@ def _stream(number: int, priority: int) -> torch.cuda.Stream:
 
 
 def _beside_in_thread(timed: Turn, other: Turn, pieces: int) -> tuple[float, float]:
-    """On a CPU, where it only shows that all of it runs: `other` may end before `timed`."""
+    """The same on a CPU, only to show that the code runs: `other` may end before `timed`."""
 
     @torch.inference_mode()
     def run() -> None:

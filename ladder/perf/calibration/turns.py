@@ -1,7 +1,7 @@
-"""What an all-reduce by the backend adds to a decode step, waited for at once and later.
+"""What an all-reduce by the backend adds to a decode step that waits for it at once or later.
 
-It runs on a stream of its own. Where streams meet, kernels wait that otherwise begin before the one
-before them has ended.
+It runs on a stream of its own. Where streams meet, kernels must wait; elsewhere a kernel begins
+before the one before it has ended.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _added(sizes: Sizes, late: int, group: dist.ProcessGroup, device: torch.devi
 
 
 def _chain(works: Sequence[Work], late: int, group: dist.ProcessGroup | None) -> None:
-    """Pairs of products, each with an all-reduce of what it has made if there is a group."""
+    """Pairs of products; if there is a group, each with an all-reduce of its result."""
     flying: list[tuple[Tensor, Any]] = []  # partials are kept until their sums have arrived
     for work in works:
         partial = work()

@@ -77,7 +77,7 @@ def measuring(options: Any) -> list[str]:
 
 
 def _rows(predictor: Predictor, point: OpPoint, wanted: list[Variant]) -> list[dict[str, Any]]:
-    """The product alone, NCCL, and the ways that the operator has."""
+    """A row for the product alone, for NCCL, and for each implementation of the operator."""
     ways = {ALONE: Variant(ALONE), NCCL: plain(point.op)}
     ways |= {str(each): each for each in wanted if _accepts(predictor, point, each)}
     found = {way: predictor(point, variant, "captured") for way, variant in ways.items()}
@@ -101,13 +101,13 @@ def _accepts(predictor: Predictor, point: OpPoint, variant: Variant) -> bool:
 
 
 def _has(point: OpPoint, variant: Variant) -> bool:
-    """Whether its operator has this implementation with these options."""
+    """Whether the point's operator has this implementation with these options."""
     found = OPERATORS[point.op].implementations.get(variant.name)
     return found is not None and accepts(found, variant)
 
 
 def _lacking(predictor: Predictor, points: list[OpPoint], wanted: list[Variant]) -> list[str]:
-    """A line for each reason why the machine cannot predict implementations that there are."""
+    """A line for each reason why the machine cannot predict some of the implementations."""
     found: dict[str, dict[str, None]] = {}
     for point in points:
         for variant in wanted:

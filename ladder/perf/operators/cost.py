@@ -16,8 +16,9 @@ from ladder.perf.operators.run import Copies, Moves, Rates, Tiles
 from ladder.perf.power import power_share
 from ladder.perf.slowdowns import Slowdowns
 
-# Of cuBLAS's rate, that of our Triton product: of m 8192 in 2026-11-22-ops-h200x2.jsonl, less what
-# its schedule exposes, 0.98 for `waiting` and `tracked`; in sketches on four H200, 0.95 to 0.99.
+# The rate of our Triton product over that of cuBLAS. At m 8192 in 2026-11-22-ops-h200x2.jsonl, less
+# what its schedule exposes, it is 0.98 for `waiting` and `tracked`; in sketches on four H200 it was
+# 0.95 to 0.99.
 TRITON = 0.98
 
 
@@ -30,7 +31,7 @@ class Host(NamedTuple):
     launches: bool = True  # most of it is the driver's, so that a slower host takes longer
 
 
-# What the host takes for an overlapped call without a graph, from a day on.
+# What the host takes for an overlapped call without a graph: (first day, host).
 # - In the products of half-8b's o in 2026-11-23-ops-h200x2.jsonl, whose calls waited for it: 12, 16
 #   and 26 jobs took 371, 419 and 499 us.
 # - Of 2026-11-25-ops-h200x2.jsonl: gathers of 11 and 15 jobs took 173 and 187 us, a scatter of 12
@@ -45,15 +46,15 @@ HOSTS: tuple[tuple[str, Host], ...] = (
 )  # fmt: skip
 TODAY = HOSTS[-1][1]
 PUSHED_HOST_US = 115.0
-HOST_LAUNCH_US = 6.06  # of a kernel by that host
-OURS = ("sum", "push")  # actions that launch one
+HOST_LAUNCH_US = 6.06  # the time in which that host launches a kernel
+OURS = ("sum", "push")  # the actions that launch a kernel of ours
 LARGE = 2.0**28  # bytes of a copy whose rate is the link's
 
 
 class OperatorCost:
-    """Microseconds on a machine of as many GPUs as the group has. dtype: of 16 bits.
+    """Microseconds of an operator's parts in 16 bits, on a machine with as many GPUs as the group.
 
-    host: what it takes for a call, of HOSTS.
+    host: the host's time for a call, from HOSTS.
     """
 
     def __init__(self, machine: Machine, host: Host = TODAY) -> None:
@@ -64,7 +65,7 @@ class OperatorCost:
         self.slowdowns = Slowdowns(machine)
 
     def elements(self, rows: int, outputs: int, inputs: int) -> float:
-        """Of one element of a large tile of cuBLAS."""
+        """Microseconds of one element of a large tile of cuBLAS."""
         most = least_taken(rows, outputs)
         rate = matrix_rate(self.machine, rows, outputs, inputs)
         if rate is not None:
@@ -76,7 +77,7 @@ class OperatorCost:
         return max(us, read) / most
 
     def product(self, rows: int, outputs: int, inputs: int) -> Tiles:
-        """By cuBLAS."""
+        """The tiles of a product by cuBLAS."""
         if rows == 0:
             return Tiles(0, 0.0)
         tile = min(CUBLAS, key=lambda each: taken(rows, outputs, each))
@@ -85,11 +86,11 @@ class OperatorCost:
         return Tiles(tiles * parts, elements * self.elements(rows, outputs, inputs))
 
     def tile(self, rows: int, outputs: int, inputs: int, elements: int) -> float:
-        """One tile of so many elements of our Triton product."""
+        """Microseconds of a tile with `elements` elements of our Triton product."""
         return elements * self.elements(rows, outputs, inputs) / TRITON
 
     def alone(self, rows: int, outputs: int, inputs: int) -> float:
-        """A product by cuBLAS with the whole GPU, below its limit of power."""
+        """Microseconds of a product by cuBLAS with the whole GPU, below its power limit."""
         found = self.product(rows, outputs, inputs)
         return math.ceil(found.tiles / MULTIPROCESSORS) * found.us
 
@@ -103,17 +104,18 @@ class OperatorCost:
         return Copies(us / (self.slowdowns.value("copies_to_all") if self.machine.gpus > 2 else 1))
 
     def exchange(self, kind: str, nbytes: float) -> float:
-        """By NCCL, with its launch. An all-to-all takes what an all-gather of its bytes does."""
+        """Microseconds of a collective by NCCL, with its launch. An all-to-all takes as long as an
+        all-gather of its bytes."""
         return self.machine.nccl(kind, nbytes).us + self.gap
 
     def pushes(self, nbytes: float, ranks: int) -> float:
-        """One of the two shots of a message of all ranks (`ladder.comm.two_shot`), by all SMs: what
-        a push of a rank's part takes, which sends as much."""
+        """Microseconds of one of the two shots of an all-reduce (`ladder.comm.two_shot`), by all
+        SMs: as long as a push of a rank's part, which sends as many bytes."""
         return self.machine.curve("all-reduce", algorithm="push").at(nbytes / ranks).us
 
     def share(self, busy_us: float, us: float, calls: int) -> float:
-        """Of its speed, what a product keeps in the turns that `ladder bench ops` times, of so many
-        calls each, behind one that it does not."""
+        """The share of its speed that a product keeps in the turns that `ladder bench ops` times.
+        Each turn has `calls` calls; the turn before them is not timed."""
         boost = self.machine.value("boost_ms")
 
         def kept(turns: int) -> float:
@@ -123,14 +125,14 @@ class OperatorCost:
         return (kept(1 + TURNS) - kept(1)) / (TURNS * calls)
 
     def host(self, schedule: Schedule, tiles: bool = False) -> float:
-        """What the host takes to enqueue a call. tiles: the product is a kernel of ours."""
+        """Microseconds of the host to enqueue a call. tiles: the product is a kernel of ours."""
         caller = self.caller
         ours = tiles + sum(isinstance(each, Work) and each.action in OURS for each in schedule)
         us = caller.call + caller.job * len(jobs(schedule)) + caller.kernel * ours
         return self.hosted(us) if caller.launches else us
 
     def hosted(self, us: float) -> float:
-        """What the machine's host takes for what took so long on the one that was measured."""
+        """The machine's host time for work that took `us` on the host that was measured."""
         known = self.machine.values.get("host_launch_us")
         return us * known.value / HOST_LAUNCH_US if known else us
 

@@ -1,8 +1,8 @@
 """The schedules of an operator's call, and what each of their steps does, without a GPU.
 
-Sizes, slots and tables follow those of `ladder.ops.overlapped`, `ladder.ops.spread`,
-`ladder.ops.ring` and `ladder.ops.summing`; the schedules, the blocks of rows and the `TrackMap` are
-theirs.
+Sizes, slots and tables are computed as in `ladder.ops.overlapped`, `ladder.ops.spread`,
+`ladder.ops.ring` and `ladder.ops.summing`. The schedules, the blocks of rows and the `TrackMap` are
+imported from `ladder.ops`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPS = (GATHER, SCATTER, REDUCE, LANDING, GATHER_BACKWARD, SCATTER_BACKWARD)
 
 @dataclass(frozen=True)
 class Size:
-    """Of a rank's product: rows x inputs by inputs x outputs."""
+    """The size of a rank's product: [rows, inputs] x [inputs, outputs]."""
 
     rows: int
     outputs: int
@@ -57,8 +57,8 @@ def size_of(point: OpPoint) -> Size:
 
 
 def sum_bytes(op: str, ranks: int) -> int:
-    """How many rows are read and written for a row of the ranks' sum; a landing also has those of
-    the residual, before and behind, and of the norm."""
+    """How many rows are read and written for one row of the ranks' sum. A landing also reads and
+    writes the residual's row, and writes the normed one."""
     return ranks + (3 if op == LANDING else 1)
 
 
@@ -94,7 +94,7 @@ def chunked(
 
 
 def _gathered(cost: OperatorCost, size: Size, schedule: Callable[..., Schedule]) -> Lowered:
-    """schedule: of a rank and the number of ranks."""
+    """schedule: maps a rank and the number of ranks to the rank's schedule."""
 
     def tasks(rank: int, step: Work) -> Task:
         rows = (2 if step.action.endswith("both") else 1) * size.shard
@@ -122,7 +122,7 @@ def _spread(cost: OperatorCost, size: Size, options: tuple[int, int, int], push:
             return cost.product(rows, size.outputs, size.inputs)
         if step.action == "sum":
             return cost.moves(size.line * rows * sum_bytes(REDUCE, world))
-        if step.action == "push":  # of the link, as a copy: it waits for those before it
+        if step.action == "push":  # counts as a copy: it waits for the copies before it on the link
             return Copies(cost.pushes(size.line * rows * world, world))
         return _to_all(cost, size, cut, rank, step) or cost.copies(size.line * rows)
 
@@ -212,8 +212,8 @@ def tracked(
     cost: OperatorCost, op: str, size: Size, tile: str | None = None, stages: int | None = None,
     pieces: int = 1, group_m: int = GROUP,
 ) -> Lowered:  # fmt: skip
-    """The tiles count themselves as the Program of the operator's own TrackMap says, and a copy
-    begins when its block is full."""
+    """Tiles count themselves as the Program of the operator's own TrackMap says. A copy begins when
+    its block is full."""
     tiling, world = tiling_of(tile, stages, group_m), size.ranks
     track, across = tracked_map(size.shard, size.outputs, world, tiling, pieces)
     programs = [track.compile(rank) for rank in range(world)]
@@ -237,7 +237,7 @@ def summing(
     cost: OperatorCost, op: str, size: Size, tile: str | None = None, stages: int | None = None,
     pieces: int | None = None, group_m: int = GROUP,
 ) -> Lowered:  # fmt: skip
-    """As `tracked`; a tile of the own rows waits for the peer that sends them last."""
+    """As `tracked`, but a tile of the rank's own rows waits for the last peer that sends them."""
     tiling, world, spread = tiling_of(tile, stages, group_m), size.ranks, op == REDUCE
     cut = pieces_of(size.shard, tiling, PIECES[op] if pieces is None else pieces)
     track, across = tracked_map(size.shard, size.outputs, world, tiling, cut, keep=True)
@@ -263,7 +263,7 @@ def summing(
     def tasks(rank: int, step: Work) -> Task:
         if step.action == "product":
             return product(rank)
-        if step.action == "own":  # it is the end of the product
+        if step.action == "own":  # it comes at the end of the product, which does the work
             return Moves(0.0)
         if step.action == "copy":
             return cost.copies(size.line * rows_of(programs[rank].blocks[step.chunk].place % held))

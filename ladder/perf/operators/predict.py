@@ -32,13 +32,13 @@ ALONE, PUSHED = "alone", "pushed"
 KNOWN = (DEFAULT, ANY_ORDER, PUSHED, *OVERLAPPED)
 TILED = ("waiting", "tracked", "summing")  # whose product is one of our kernels
 SHOTS = {1: "push", 2: "two-shot"}  # the all-reduce behind a pushed product
-TURNS = 3  # each finds the limit of power for the times before
+TURNS = 3  # iterations; each finds the power limit's share for the times of the one before
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Microseconds of a call, and what follows from those of the product alone and of NCCL's: see
-    `ladder.bench.ops.derive`."""
+    """Microseconds of a call; and ECT and E, which also need the times of the product alone and of
+    the baseline (`ladder.bench.ops.derive`)."""
 
     us: float
     ect_us: float
@@ -48,8 +48,8 @@ class Predicted:
 class Predictor:
     """Predictions on a machine, or on as many of its GPUs as a point has ranks.
 
-    host: see `OperatorCost`. unmeasured: what they stand on that nobody measured, with where it is
-    from.
+    host: see `OperatorCost`. unmeasured: the values behind the predictions that nobody measured,
+    with their sources.
     """
 
     def __init__(self, machine: Machine, host: Host = TODAY) -> None:
@@ -58,7 +58,7 @@ class Predictor:
         self._times: dict[tuple[OpPoint, Variant, Mode], float] = {}
 
     def __call__(self, point: OpPoint, variant: Variant, mode: Mode = "captured") -> Predicted:
-        """Of calls that follow each other as in the turns of `ladder bench ops`."""
+        """The prediction for calls that follow each other as in the turns of `ladder bench ops`."""
         us = self.us(point, variant, mode)
         alone, baseline = self.us(point, Variant(ALONE)), self.us(point, plain(point.op))
         e = None if variant.name == ALONE else efficiency(us, alone, baseline)
@@ -81,7 +81,7 @@ class Predictor:
         return predicts(point, variant) and self.lacks(point, variant) is None
 
     def lacks(self, point: OpPoint, variant: Variant) -> str | None:
-        """What the machine has not for an implementation, with the remedy, or None."""
+        """What the machine lacks for an implementation, with the remedy; None if nothing."""
         machine = self.cost(point.ranks).machine
         try:
             if variant.name in OVERLAPPED:
@@ -151,7 +151,7 @@ def _shots(variant: Variant) -> str:
 
 
 def _serial(cost: OperatorCost, op: str, size: Size, variant: Variant) -> tuple[float, float]:
-    """Beside the product: microseconds of sums and landings; and of exchanges, with the gaps."""
+    """Microseconds beyond the product: of sums and landings; and of exchanges, with the gaps."""
     rows, partial, name = size.shard, size.line * size.rows, variant.name
     if name == ALONE:
         return 0.0, 0.0
@@ -177,8 +177,8 @@ def _serial(cost: OperatorCost, op: str, size: Size, variant: Variant) -> tuple[
 def _limited(
     cost: OperatorCost, timed: Callable[[float], tuple[float, float]], calls: int
 ) -> float:
-    """The time at the limit of power, in turns of so many calls. timed: a call's time, and for how
-    much of it the GPU computes, by the share of their speed that products keep."""
+    """The time of a call under the power limit, in turns of `calls` calls. timed: maps the share of
+    their speed that products keep to a call's time and the part of it that the GPU computes."""
     share = 1.0
     for _ in range(TURNS):
         us, busy = timed(share)

@@ -1,10 +1,9 @@
 """The schedules of `ladder.ops.schedules` executed on all ranks, step by step and tile by tile.
 
-Each rank has its streams and its multiprocessors. A product is tiles, each of which takes one
-multiprocessor for a time; tiles of the product that began first come first, and those of another
-stream's begin on multiprocessors that are left. Kernels that move bytes, and copies to peers, of
-which a rank makes one at a time, run beside them, each at a rate that depends on what else runs on
-its GPU.
+Each rank has its streams and its multiprocessors. A product consists of tiles, each of which takes
+one multiprocessor for a time. Tiles of the product that began first come first; tiles of another
+stream's product get the multiprocessors that are left. Beside them run kernels that move bytes, and
+copies to peers, one at a time on each rank. The rate of each depends on what else runs on its GPU.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ MICROSECOND = 10**6  # in picoseconds
 
 @dataclass(frozen=True)
 class Tiles:
-    """A product. us: of one tile. needs, counts: of each tile in the order in which they are
-    computed, the word that it waits for, and the one to which it then adds 1; (): none."""
+    """A product. us: of one tile. needs, counts: for each tile, in the order of computation, the
+    word that it waits for, and the word to which it then adds 1; (): none."""
 
     tiles: int
     us: float
@@ -53,11 +52,11 @@ Tasks = Callable[[int, Work], Task]  # of a rank and its step
 
 @dataclass(frozen=True)
 class Rates:
-    """The speed of what runs, of its speed alone, and what each step takes besides.
+    """Speeds as shares of the speed alone, and gaps between steps.
 
-    product: of tiles at any time, which is what the limit of power leaves. gap_us: before a kernel
-    or a copy, and after a wait that was not over when the stream came to it. interleaved: products
-    of two streams share the multiprocessors, as in graphs, and not the older one first.
+    product: the speed of tiles under the power limit, at any time. gap_us: before a kernel or a
+    copy, and after a wait that was not over when the stream came to it. interleaved: whether
+    products of two streams share the multiprocessors, as in graphs; if not, the older comes first.
     """
 
     multiprocessors: int
@@ -66,14 +65,14 @@ class Rates:
     product_beside_copies: float = 1.0
     copies_beside_product: float = 1.0
     moves_beside_copies: float = 1.0
-    beside_moves: float = 0.5  # a product and a kernel that moves bytes: each of the two
+    beside_moves: float = 0.5  # of both a product and a kernel that moves bytes beside each other
     interleaved: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """us: until the last rank's last step. busy_us: of it, while rank 0 computes or moves bytes in
-    its own memory."""
+    """us: until the last step of the last rank. busy_us: the part of it in which rank 0 computes or
+    moves bytes in its own memory."""
 
     us: float
     busy_us: float
@@ -89,7 +88,7 @@ class _Kernel:
 
 @dataclass
 class _Clock:
-    """What runs of one kind, by the time at which each ends on a clock that goes at `rate`."""
+    """The running work of one kind, with the times of its ends on a clock that goes at `rate`."""
 
     at: float = 0.0
     rate: float = 1.0
@@ -104,7 +103,7 @@ class _Rank:
             self.steps.setdefault(step.stream, []).append(step)
         self.place = dict.fromkeys(self.steps, 0)
         self.held: set[Stream] = set()  # streams that run something
-        self.blocked: set[Stream] = set()  # that have come to a wait before it was over
+        self.blocked: set[Stream] = set()  # streams that came to a wait before it was over
         self.events: set[str] = set()
         self.free = run.rates.multiprocessors
         self.kernels: list[_Kernel] = []
@@ -117,7 +116,7 @@ class _Rank:
     # ---- streams
 
     def step(self, stream: Stream) -> bool:
-        """Do what can be done at once on a stream; whether anything was."""
+        """Do what can be done at once on a stream. Returns whether anything was done."""
         moved = False
         while stream not in self.held and self.place[stream] < len(self.steps[stream]):
             step = self.steps[stream][self.place[stream]]
@@ -190,7 +189,7 @@ class _Rank:
             needs = kernel.task.needs
             need = needs[kernel.next] if needs else None
             last = min(kernel.next + most, kernel.task.tiles)
-            if needs:  # as many as wait for the same
+            if needs:  # a batch: as many tiles as wait for the same word
                 same = (n for n in range(kernel.next, last) if needs[n] != need)
                 last = next(same, last)
             batch = list(range(kernel.next, last))
@@ -286,7 +285,7 @@ class _Run:
     def __init__(self, schedules: Sequence[Schedule], tasks: Tasks, rates: Rates) -> None:
         self.engine, self.tasks, self.rates = Engine(), tasks, rates
         self.words: dict[Word, int] = {}
-        self.end = 0  # of the last step that takes time
+        self.end = 0  # picoseconds at the end of the last step that takes time
         self.ranks = [_Rank(self, n, schedule) for n, schedule in enumerate(schedules)]
 
     def put(self, word: Word, value: int) -> None:
@@ -304,12 +303,12 @@ class _Run:
 
 
 def _own_waits(step: Work) -> Iterable[Word]:
-    """What a kernel waits for as a whole; a product's tiles wait by themselves."""
+    """The words that a kernel waits for as a whole; a product's tiles wait one by one."""
     return () if step.action == "product" else step.waits
 
 
 def run(schedules: Sequence[Schedule], tasks: Tasks, rates: Rates) -> Outcome:
-    """One call on all ranks, which begin together: when it has ended on all of them."""
+    """Run one call on all ranks, which begin together, until it has ended on all of them."""
     found = _Run(schedules, tasks, rates)
     found.go()
     found.engine.run()

@@ -24,14 +24,15 @@ NO_ROOM = "does not fit"
 
 
 def work(question: Question) -> ModuleType:
-    """What is of a phase: check, candidates, held, predict, tokens, fit_table, command."""
+    """The phase's module: check, candidates, held, predict, tokens, fit_table, command."""
     return WORK[question.phase]
 
 
 def ask(question: Question) -> tuple[list[Row], list[str]]:
-    """What fits as rows, the best first in each batch; and what is left out, with the reason.
+    """The candidates that fit as rows, the best first in each batch; and what is left out, with the
+    reason.
 
-    Raises UserError for what the user has named and cannot be.
+    Raises UserError for options that the user gave and that cannot be.
     """
     check(question)
     of, left_out = work(question), LeftOut()
@@ -48,8 +49,8 @@ def ask(question: Question) -> tuple[list[Row], list[str]]:
 
 
 def fitting(question: Question, left_out: LeftOut) -> Iterator[tuple[Candidate, Memory, Machine]]:
-    """The candidates that fit a GPU, with what they hold of it and the machine that runs them. The
-    others go to `left_out`."""
+    """The candidates that fit a GPU, with their memory and the machine that runs them. The others
+    go to `left_out`."""
     of, trains = work(question), question.phase == "train"
     for each in of.candidates(question, left_out):
         held = of.held(question, each)
@@ -62,18 +63,18 @@ def fitting(question: Question, left_out: LeftOut) -> Iterator[tuple[Candidate, 
 
 
 def _interval(question: Question, each: Candidate, machine: Machine, found: Prediction) -> Interval:
-    """How far the measured time may be; `far` where no record is like the candidate."""
+    """How far the measured time may be from the prediction; `far` if no record is like it."""
     trains = question.phase == "train"
     virtual = memory.held_ranks(each.config, each.tp) > 1
-    if virtual and not trains:  # whose records are too few
+    if virtual and not trains:  # there are too few records of virtual ranks
         return Interval(None, None, "no record")
     way = training_way(each.way, virtual) if trains else each.way
-    gpus = 0 if without_peers(machine) else machine.gpus  # of which no record is
+    gpus = 0 if without_peers(machine) else machine.gpus  # 0: no record has GPUs without access
     key = question.phase, machine.gpu, gpus, way, question.subject.name
     near = interval(*key, found.us, question.context)
     if trains and question.nodes > 1:
         near = training.doubted(question, each, found, near)
-    unlike = trains and 1 < each.tp < question.gpus  # groups of TP beside each other
+    unlike = trains and 1 < each.tp < question.gpus  # several TP groups beside each other
     return replace(near, far=near.far or unlike or {question.weights, question.cache} != {"bf16"})
 
 

@@ -52,7 +52,7 @@ def main(options: Any) -> int:
 
 
 def launcher(question: Question) -> list[str]:
-    """What a command begins with: of a training step on several nodes, on each of them."""
+    """The first words of a command. A training step on several nodes is launched on each node."""
     if question.phase != "train" or question.nodes == 1:
         off = without_peers(question.machine) and question.phase == "train"
         return ["env", f"{P2P_SWITCH}=1", "ladder"] if off else ["ladder"]

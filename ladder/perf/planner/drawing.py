@@ -47,7 +47,7 @@ def front(rows: Sequence[Row]) -> list[Row]:
 
 
 def pareto(rows: Sequence[Row], title: str) -> str:
-    """Every row as a point; those that none beats are full, joined and named."""
+    """Every row as a point; rows that no other row beats are full, joined and named."""
     drawn = [row for row in rows if not row.candidate.bound]
     best = front(drawn)
     figure, above = headed(HEIGHT, title, ("full: none is better in both", "tokens/s of all GPUs"))
@@ -84,7 +84,7 @@ def pareto(rows: Sequence[Row], title: str) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers from low to high, as coarse as leaves three of them."""
+    """Round numbers from low to high, as coarse as possible with at least three of them."""
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
     for digits in (
         (10, 20, 50),
@@ -99,7 +99,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _name(axes: Any, drawn: Sequence[Row], best: Sequence[Row], measure: Any) -> None:
-    """Write what each row of `best` is beside its point, over no other point or text."""
+    """Write the name of each row of `best` beside its point, not over other points or texts."""
 
     def at(row: Row) -> tuple[float, float]:
         x, y = axes.transData.transform((row.us / 1e3, row.tokens_s))
@@ -134,7 +134,7 @@ def _name(axes: Any, drawn: Sequence[Row], best: Sequence[Row], measure: Any) ->
 
 
 def timeline(row: Row, phase: str, title: str) -> str:
-    """When the kernels of LAYERS layers in the middle run, by stream, and what they hold."""
+    """When the kernels of LAYERS layers in the middle run: on their streams, and on resources."""
     window = _middle(row, phase)
     begin = min(start for _, start, _ in window)
     streams = list(dict.fromkeys(each.stream for each, _, _ in window if each.launched))
@@ -175,7 +175,7 @@ def timeline(row: Row, phase: str, title: str) -> str:
 
 
 def _middle(row: Row, phase: str) -> list[tuple[Operation, float, float]]:
-    """The operations of LAYERS layers in the middle, forward."""
+    """The forward operations of LAYERS layers in the middle, with their starts and ends."""
     plan = row.candidate.config.plan
     first = max(0, (plan.num_layers - LAYERS) // 2)
     inside = {n for n, layer in enumerate(plan.layers) if first <= layer < first + LAYERS}

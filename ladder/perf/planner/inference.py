@@ -27,8 +27,8 @@ from ladder.perf.planner.question import ALONE, WHOLE, Candidate, LeftOut, Quest
 from ladder.perf.planner.subject import CHECKPOINT, check_names, degrees
 
 REDUCERS = tuple(WAY)
-MEASURED_TOKENS = 64  # that the command of a recommended decode step decodes
-MOST_BATCH = 2**20  # of prompts
+MEASURED_TOKENS = 64  # new tokens of the command that times a recommended decode step
+MOST_BATCH = 2**20  # the most prompts of a batch
 FITS = ["TP", "batch", "weights", "cache", "activations", "reserve", "GiB", "fits", "at most"]
 
 
@@ -72,12 +72,12 @@ def check(question: Question) -> None:
 
 
 def most_batch(question: Question) -> int:
-    """How many sequences a pass of the phase takes, whatever fits."""
+    """The most sequences of a pass of the phase, apart from memory."""
     return MAX_ROWS if question.phase == "decode" else MOST_BATCH
 
 
 def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
-    """Everything to compare. What a default includes and cannot run goes to `left_out`."""
+    """All candidates. Those that a default includes but that cannot run go to `left_out`."""
     subject = question.subject
     if not question.tp:
         question.leave_out_degrees(left_out)
@@ -119,7 +119,7 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
 
 
 def _reducer_refusal(reducer: str, plan: Plan, ranks: Ranks) -> str | None:
-    """The reason why prompts of this plan and these ranks cannot be by it, or None."""
+    """Why prompts of this plan and these ranks cannot use the reducer, or None."""
     if reducer == FUSED and (refusal := fused_refusal(plan, ranks)):
         return f"not by fused operators ({refusal})"
     if reducer in ROUNDING:
@@ -131,7 +131,7 @@ def _reducer_refusal(reducer: str, plan: Plan, ranks: Ranks) -> str | None:
 def _same(
     question: Question, config: ModelConfig, tp: int, batch: int, reducers: Sequence[str]
 ) -> str:
-    """The reducer of these by which a prompt runs as by `fused`, or nothing."""
+    """The first of `reducers` with which a prompt runs just as with `fused`, or ""."""
     gpu, shape = question.machines[tp].gpu, (batch, question.context)
 
     def graph(reducer: str) -> Graph:
@@ -143,7 +143,7 @@ def _same(
 
 
 def _measured(machine: Machine, tp: int, left_out: LeftOut) -> tuple[str, ...]:
-    """The reducers of which a machine's file has all-reduces; on one GPU they are all the same."""
+    """The reducers whose all-reduces a machine's file has; on one GPU, where all are alike, one."""
     found = REDUCERS[:1] if tp == 1 else ()
     for reducer, algorithm in WAY.items() if tp > 1 else ():
         if machine.family("all-reduce", algorithm=algorithm):
@@ -154,7 +154,7 @@ def _measured(machine: Machine, tp: int, left_out: LeftOut) -> tuple[str, ...]:
 
 
 def _refuse_degree(question: Question, plan: str, degree: int, tp: int, left_out: LeftOut) -> None:
-    """A plan of another T than the TP degree: left out, or UserError if the user named both."""
+    """Leave out a plan whose T the TP degree does not divide; UserError if the user named both."""
     if question.tp and question.tp_degree:
         raise UserError(
             f"--tp-degree={degree} with --tp={tp}: a process has as many of the T ranks as any "
@@ -184,23 +184,23 @@ def predict(question: Question, each: Candidate) -> Prediction:
 
 
 def tokens(question: Question, each: Candidate) -> int:
-    """Those of one pass over all copies of the model."""
+    """The tokens of one pass of all copies of the model."""
     length = question.context if question.phase == "prefill" else 1
     return question.gpus // each.tp * each.batch * length
 
 
 def _held_by(question: Question, tp: int, ways: Sequence[str]) -> tuple[str, bool, bool]:
-    """What these ways hold, as `memory.inference` asks: the GPU by whose table prompts run by fused
-    operators, which have slots, or nothing; whether sums are in 8 bits; whether operators are asked
-    for."""
+    """Arguments of `memory.inference` for these ways: the GPU whose table decides which prompts run
+    by fused operators (these hold slots), or ""; whether sums are in 8 bits; whether the user asks
+    for operators."""
     inside = question.weights == "bf16" and {*ways} & {"push", FUSED}
     rounds = question.phase == "prefill" and tp > 1 and not {*ways}.isdisjoint(ROUNDING)
     return question.machines[tp].gpu if inside else "", rounds, FUSED in ways
 
 
 def fit_table(question: Question) -> list[list[str]]:
-    """What each TP degree and batch takes of a GPU, under the plan `standard` and the way that
-    takes most."""
+    """The memory of a GPU that each TP degree and batch takes, for the plan `standard` and the way
+    that takes the most."""
     subject, table = question.subject, [FITS]
     for tp in degrees(subject, question.machines, question.tp):
         machine, context = question.machines[tp], question.context
@@ -221,7 +221,7 @@ def most_sequences(
     config: ModelConfig, tp: int, machine: Machine, question: Question, gpu: str, rounds: bool,
     asked: bool,
 ) -> int:  # fmt: skip
-    """How many prompts of the question's context fit. gpu, rounds, asked: see `_held_by`."""
+    """The most prompts of the question's context that fit. gpu, rounds, asked: see `_held_by`."""
     context, more = question.context, (gpu, rounds, asked, question.cache)
 
     def fits(batch: int) -> bool:
@@ -240,14 +240,15 @@ def most_sequences(
 
 
 def command(question: Question, each: Candidate) -> list[str]:
-    """The words that run it: a folder's own plan generates, any other is timed, beside `standard`
-    if they were compared. None where the benchmark does not fit, see `untimed`."""
+    """The words of a command that runs a candidate. A folder's own plan generates; any other plan
+    is timed, beside `standard` if the two were compared. [] if the benchmark does not fit: see
+    `untimed`."""
     model = question.subject.name
     ranks = ["--nproc", str(each.tp)] if each.tp > 1 else []
     if each.plan == CHECKPOINT:
         words = ["generate", model, "--prompt", "The", "--tp", str(each.tp)]
         words += ["--reducer", each.way] if each.way else []
-        stored = question.weights == (question.subject.stored or "bf16")  # `generate` sees it
+        stored = question.weights == (question.subject.stored or "bf16")  # no option needed
         asked = replace(question, weights="bf16") if stored else question
         return [*words, *_stored(asked), *ranks]
     prompt, new, size = _benchmark(question, each)
@@ -265,7 +266,7 @@ def command(question: Question, each: Candidate) -> list[str]:
 
 
 def untimed(question: Question, each: Candidate) -> str:
-    """Why there is no command, and with which context there is one."""
+    """A sentence that says why there is no command, and with which context there would be one."""
     size, room = _benchmark(question, each)[2], _room(question, each)
     context = question.context // 2
     while context and _benchmark(replace(question, context=context), each)[2] > room:
@@ -278,8 +279,9 @@ def untimed(question: Question, each: Candidate) -> str:
 
 
 def _benchmark(question: Question, each: Candidate) -> tuple[int, int, float]:
-    """The prompt and the new tokens of the benchmark, and the bytes that it takes of a GPU. There
-    are `context` tokens halfway, of a prefill in the prompt; or at the end if only that fits."""
+    """The prompt and the new tokens of the benchmark, and the bytes that it takes of a GPU. Decode
+    steps have `context` tokens halfway, a prefill in its prompt; or at the end if only that fits.
+    """
     context, most = question.context, question.subject.shape.max_seq_len
     prompt, new = min(context, most - 2), 2
     if question.phase == "decode":
@@ -292,7 +294,7 @@ def _benchmark(question: Question, each: Candidate) -> tuple[int, int, float]:
 
 
 def _benchmark_bytes(question: Question, each: Candidate, prompt: int, new: int) -> float:
-    """Of the plan that takes most."""
+    """The bytes of a GPU that the benchmark takes, for the plan that takes the most."""
     asked = each.tp, each.batch, prompt, new, each.way or REDUCERS[0], question.weights
     configs, gpu = [each.config], question.machines[each.tp].gpu
     if _beside_standard(question, each):
@@ -301,7 +303,7 @@ def _benchmark_bytes(question: Question, each: Candidate, prompt: int, new: int)
 
 
 def _beside_standard(question: Question, each: Candidate) -> bool:
-    """Whether the benchmark is of both plans."""
+    """Whether the benchmark times both the plan and `standard`."""
     return each.plan != "standard" and "standard" in question.chosen_plans
 
 
@@ -311,6 +313,6 @@ def _room(question: Question, each: Candidate) -> float:
 
 
 def _stored(question: Question) -> list[str]:
-    """The options of what is stored in other types than bfloat16."""
+    """The options for weights and a cache that are not stored in bfloat16."""
     asked = {"--weights": question.weights, "--cache": question.cache}
     return [word for each in asked.items() if each[1] != "bf16" for word in each]

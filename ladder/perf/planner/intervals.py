@@ -1,14 +1,14 @@
-"""How far a prediction may be from the time that is measured, from the errors on recorded passes.
+"""How far a measured time may be from its prediction, by the errors on recorded passes.
 
-errors.json has the predicted microseconds and measured / predicted of every recorded pass to which
-nothing was fitted, by GPU, phase, way and model, with the most tokens that a sequence of them had
-(`python benchmarks/prediction_errors.py` writes it). The way is the reducer; of a training step
-what its ranks share, see `training_way`. An interval goes from the prediction over a factor to the
-prediction times it: the one within which 80 % of the NEAREST passes were, those whose predicted
-times are nearest to the prediction's by their ratio, since errors depend on how long kernels take.
-For a model of which nothing was recorded it is wider: by what 80 % of the recorded passes need when
-those of their own model are left out. It covers what the simulation gets wrong on a machine whose
-curves are measured, and not what is wrong with the machine's own file.
+errors.json has the predicted microseconds and the ratio measured / predicted of every recorded pass
+to which nothing was fitted, by GPU, phase, way and model, with the most tokens of their sequences
+(`python benchmarks/prediction_errors.py` writes it). The way is the reducer, or, for a training
+step, what its ranks share (`training_way`). An interval goes from the prediction divided by a
+factor to the prediction times that factor. 80 % of the NEAREST passes were within the factor; these
+passes have predicted times with the smallest ratio to this one, since errors depend on how long
+kernels take. For a model without records the interval is wider: by the factor that 80 % of the
+recorded passes need when their own model's records are left out. An interval covers the errors of
+the simulation on a machine whose curves are measured, not errors in the machine's own file.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from ladder.perf.graph import FUSED
 
 FILE = Path(__file__).parent / "errors.json"
 NEAREST = 20
-LEAST = 8  # with fewer, the farthest of them says little of the next
+LEAST = 8  # with fewer passes, the farthest of them says little about the next one
 COVERS = 0.8
-# Beyond the shortest and the longest recorded pass, and the longest sequence, by this factor,
-# nothing is like it.
+# A pass is unlike the records if it is this many times shorter or longer than the shortest or the
+# longest of them, or if its sequences are this many times longer.
 FAR = 2.0
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Factors of a predicted time, or None where no such pass was recorded. source: whose errors
-    they are, and of how many. far: of few passes, other GPUs, older kernels, another TP degree,
-    much shorter or longer passes, or much shorter sequences. wider: of other models alone."""
+    """low, high: factors on a predicted time; None if no such pass was recorded. source: which
+    records they come from, and how many. far: the records are few, or of other GPUs, older kernels,
+    another TP degree, much shorter or longer passes, or much shorter sequences. wider: they are of
+    other models alone."""
 
     low: float | None
     high: float | None
@@ -56,8 +57,8 @@ def recorded() -> tuple[Mapping[str, Any], ...]:
 
 
 def training_way(layout: str, virtual: bool) -> str:
-    """The way of a training step: what ranks share in a layout, but for data parallelism beside TP.
-    virtual: a process computes several of the plan's ranks."""
+    """The way of a training step: what the ranks of a layout share; data parallelism beside TP does
+    not count. virtual: whether a process computes several of the plan's ranks."""
     found = parse_layout(layout)
     way = "data parallel"
     if found.tp > 1:
@@ -68,8 +69,8 @@ def training_way(layout: str, virtual: bool) -> str:
 def interval(
     phase: str, gpu: str, gpus: int, way: str, model: str, us: float, tokens: int = 0
 ) -> Interval:
-    """That of a pass of a model predicted to take `us` on so many GPUs. way: "" for one GPU
-    alone. tokens: of each sequence; 0: as many as were recorded."""
+    """The interval of a model's pass that is predicted to take `us` microseconds on `gpus` GPUs.
+    way: "" for one GPU alone. tokens: of each sequence; 0: as many as were recorded."""
     found, whose, enough, longest = _alike(phase, gpu, gpus, way)
     if not found:
         return Interval(None, None, "no record")
@@ -95,9 +96,10 @@ Points = dict[str, list[tuple[float, float]]]
 def _alike(
     phase: str, gpu: str, gpus: int, way: str, older: bool = False
 ) -> tuple[Points, str, bool, int]:
-    """The points of each model: predicted us, measured / predicted; whose they are; whether there
-    are enough of so many of these GPUs with the kernels asked for; and the most tokens of their
-    sequences. Those of other kernels are added to fewer, those of other GPUs to none."""
+    """The records to use: each model's points (predicted us, measured / predicted); a text on their
+    origin; whether there are enough of `gpus` of these GPUs with the kernels asked for; and the
+    most tokens of their sequences. If there are too few, records of other kernels are added; if
+    there are none of these GPUs, those of others are used."""
     alike = [each for each in recorded() if each["phase"] == phase and way in ("", each["way"])]
     here = [each for each in alike if (each["gpu"], each["gpus"]) == (gpu, gpus)]
     now = [each for each in here if each.get("older", False) == older]
@@ -118,8 +120,8 @@ def _alike(
 
 @functools.cache
 def _margin(phase: str, gpu: str, gpus: int, way: str) -> float:
-    """The factor by which intervals from other models' records must be wider at both ends to hold
-    COVERS of a model's records, each model with the same weight."""
+    """The factor by which intervals from other models' records must be wider at both ends, so that
+    they cover the share COVERS of a model's records. Each model has the same weight."""
     found, *_ = _alike(phase, gpu, gpus, way)
     needed: list[tuple[float, float]] = []
     for model, points in found.items():
@@ -137,16 +139,16 @@ def _margin(phase: str, gpu: str, gpus: int, way: str) -> float:
 
 
 def width(points: Sequence[tuple[float, float]], us: float) -> float:
-    """The factor within which COVERS of the passes nearest to `us` were, and of those to come: one
-    of n + 1 passes is beyond the k-th farthest with a chance of k / (n + 1)."""
+    """The factor within which the share COVERS of the passes nearest to `us` were, and a further
+    pass will be: one of n + 1 passes is beyond the k-th farthest with a chance of k / (n + 1)."""
     nearest = sorted(points, key=lambda each: abs(math.log(each[0] / us)))[:NEAREST]
     off = sorted(max(ratio, 1 / ratio) for _, ratio in nearest)
     return off[min(len(off), math.ceil(COVERS * (len(off) + 1))) - 1]
 
 
 def coverage() -> dict[str, tuple[int, float]]:
-    """By phase how many passes were recorded, and the share of them within the interval that the
-    others give."""
+    """By phase, the number of recorded passes, and the share of them that are within the interval
+    from the other passes."""
     inside: dict[str, list[bool]] = {}
     for each in recorded():
         key = each["phase"], each["gpu"], each["gpus"], each["way"]

@@ -61,8 +61,8 @@ def as_page(
 
 
 def plotted(question: Question, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """The rows of the plot, those of more batches, too; and which of these, that nobody asked for,
-    cannot be predicted, and why."""
+    """The rows of the plot, which include further batches that nobody asked for; and a line for
+    each of these batches that cannot be predicted, with the reason."""
     found, undrawn = list(rows), []
     for batch in divided(BATCHES[question.phase], question.micro_batch):
         if batch in question.batches:

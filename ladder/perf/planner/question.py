@@ -16,26 +16,26 @@ from ladder.perf.planner.intervals import Interval
 from ladder.perf.planner.subject import CHECKPOINT, Subject
 from ladder.plans import OVERVIEW
 
-# Where throughput is asked for.
+# The batches to compare for throughput.
 BATCHES = {"decode": (1, 4, 16, 64), "prefill": (1, 4, 16, 64), "train": (1, 2, 4, 8)}
 CLOSE = 0.03  # two predictions that are closer are not told apart
-ALONE = "with T = 1 it is another plan"  # why one that depends on T is left out
-WHOLE = "without TP there is no reduce to leave out"  # and why one without communication is
+ALONE = "with T = 1 it is another plan"  # why a plan that depends on T is left out
+WHOLE = "without TP there is no reduce to leave out"  # why a plan without communication is
 T = TypeVar("T")
 
 
 def divided(batches: Sequence[int], micro_batch: int) -> tuple[int, ...]:
-    """Those of the batches that a micro-batch divides (0: the batch itself, which always does)."""
+    """The batches that a micro-batch divides (0: the batch itself, which always does)."""
     return tuple(each for each in batches if each % (micro_batch or each) == 0)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """The user's question.
 
-    machines: by TP degree, see `subject.machines`. plans, tp, reducers, layouts: () for all. tp and
-    reducers are of inference; layouts, micro_batch (0: the batch) and checkpointing of training.
-    jitter: of the ranks, see `ladder.perf.simulate.Skew`. weights, cache: of inference, as stored.
+    machines: by TP degree, see `subject.machines`. plans, tp, reducers, layouts: (): all of them.
+    tp, reducers, weights and cache (how these are stored) are for inference; layouts, micro_batch
+    (0: the batch) and checkpointing for training. jitter: see `ladder.perf.simulate.Skew`.
     """
 
     subject: Subject
@@ -58,7 +58,7 @@ class Question:
 
     @property
     def machine(self) -> Machine:
-        """The whole of one node."""
+        """The machine with all GPUs of one node."""
         return self.machines[max(self.machines)]
 
     @property
@@ -70,8 +70,9 @@ class Question:
         return self.plans or ((CHECKPOINT, *OVERVIEW) if self.subject.own else OVERVIEW)
 
     def config(self, plan: str, tp: int, where: str, left_out: LeftOut) -> ModelConfig | None:
-        """The model with a plan at a TP degree; None for one of the default that the model cannot
-        have, as with biases of outputs, which goes to `left_out`. Raises UserError for others."""
+        """The model with a plan at a TP degree. If the model cannot have a plan of the default, for
+        example because of output biases: None, and the plan goes to `left_out`. Raises UserError
+        for a plan that the user named."""
         try:
             return self.subject.config(plan, tp, self.tp_degree)
         except UserError as error:
@@ -81,14 +82,13 @@ class Question:
             return None
 
     def leave_out_degrees(self, left_out: LeftOut) -> None:
-        """Say which TP degrees of the machine a default does not include, since the shape refuses
-        them."""
+        """Add the machine's TP degrees that a default leaves out, since the shape refuses them."""
         for tp in self.machines:
             if refusal := self.subject.refusal(tp):
                 left_out.add("all plans", f"TP {tp}", refusal)
 
     def is_own(self, plan: str, config: ModelConfig) -> bool:
-        """Whether a plan is the folder's own, which is there under the name CHECKPOINT."""
+        """Whether a plan is the folder's own, which is a candidate under the name CHECKPOINT."""
         own = self.subject.own
         if own is None or plan == CHECKPOINT or CHECKPOINT not in self.chosen_plans:
             return False
@@ -108,7 +108,7 @@ class Candidate:
 
     @property
     def bound(self) -> bool:
-        """Whether it computes no model, as `none`: what is left without communication."""
+        """Whether it is no model but a bound: a plan without communication, such as `none`."""
         return self.config.plan.no_comm
 
     def __str__(self) -> str:
@@ -117,8 +117,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate that fits, with its memory and its time. tokens_s: of all GPUs, each copy
-    alike."""
+    """A candidate that fits, with its memory and its time. tokens_s: tokens a second of all GPUs,
+    with equal copies of the model."""
 
     candidate: Candidate
     memory: Memory
@@ -132,13 +132,13 @@ class Row:
 
     @property
     def limit(self) -> tuple[str, float]:
-        """What most of the longest path is, and its share."""
+        """The category that most of the longest path is, and its share of the time."""
         name, us = self.prediction.limits[0]
         return name, us / self.us
 
 
 class LeftOut:
-    """What a default includes and cannot run: plans or reducers, where, and why."""
+    """Plans or reducers that a default includes but that cannot run: where, and why."""
 
     def __init__(self) -> None:
         self._found: dict[str, dict[str, dict[str, None]]] = {}
@@ -147,7 +147,7 @@ class LeftOut:
         self._found.setdefault(why, {}).setdefault(where, {})[what] = None
 
     def lines(self) -> list[str]:
-        """A line for each reason and all places where it is that of the same ones."""
+        """A line for each reason and set of names, with all places where it applies to these."""
         found = []
         for why, places in self._found.items():
             groups: dict[tuple[str, ...], list[str]] = {}
@@ -160,14 +160,15 @@ class LeftOut:
 
 
 def score(row: Row, objective: str) -> float:
-    """How much longer, or larger, a row is than another one is told by the ratio of this."""
+    """The cost of a row, smaller for a better one. The ratio of two rows' costs says how many times
+    longer or larger one is: 1 / tokens_s, microseconds or bytes, by the objective."""
     if objective == "throughput":
         return 1 / row.tokens_s
     return row.us if objective == "latency" else row.memory.total
 
 
 def order(objective: str) -> Callable[[Row], tuple[float, ...]]:
-    """What is smaller for a better row."""
+    """The sort key of rows for an objective: smaller for a better row."""
     return {
         "latency": lambda row: (row.us, row.memory.total),
         "throughput": lambda row: (-row.tokens_s, row.us),
@@ -176,7 +177,7 @@ def order(objective: str) -> Callable[[Row], tuple[float, ...]]:
 
 
 def recommended(rows: Sequence[Row], objective: str) -> Row | None:
-    """The row to choose among those that are models; None if there is none."""
+    """The row to recommend among those that are models; None if there are none."""
     able = [row for row in rows if not row.candidate.bound]
     size = partial(score, objective=objective)
     return choose(able, lambda row: row.candidate.plan, size, order(objective))
@@ -186,10 +187,10 @@ def choose(
     able: Sequence[T], plan: Callable[[T], str], size: Callable[[T], float],
     order: Callable[[T], Any],
 ) -> T | None:  # fmt: skip
-    """The best by `order`, a smaller one; None if there is none.
+    """The item of `able` with the smallest `order`; None if there are none.
 
-    Where it is not told apart by `size` from the model as it is (the folder's own plan, or else
-    `standard`), that one: another plan is another model, and has to be trained.
+    The model as it is (the folder's own plan, or else `standard`) is preferred if its `size` is
+    within CLOSE of the best: another plan is another model, and has to be trained.
     """
     best = min(able, key=order, default=None)
     if best is None:

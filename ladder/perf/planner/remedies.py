@@ -1,4 +1,4 @@
-"""What to say where nothing fits: remedies that were tried, in memory and by one prediction."""
+"""What to say if nothing fits: remedies that were tried, in memory and by one prediction each."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ladder.perf.planner.question import Candidate, LeftOut, Question, Row
 from ladder.perf.planner.report import room
 
 FULL = "--activation-checkpointing full"
-FIXED = ("weights", "optimiser", "gradients", "reserve")  # of GPU memory, whatever the batch
-DOUBLED = 6  # times, at most, that the nodes of a training step are
-TOKENS, FEWER = 1024, 64  # of a shorter context a multiple, and of one within the first
+FIXED = ("weights", "optimiser", "gradients", "reserve")  # memory that no batch size changes
+DOUBLED = 6  # how many times, at most, the nodes of a training step are doubled
+TOKENS, FEWER = 1024, 64  # a shorter context is a multiple of TOKENS, or, up to TOKENS, of FEWER
 
-Option = tuple[str, Question]  # the words, and the question that they ask
+Option = tuple[str, Question]  # options as words, and the question with them
 
 
 def nothing_fits(question: Question, rows: Sequence[Row]) -> str:
-    """Why nothing is recommended, and what to do about it."""
+    """A sentence that says why nothing is recommended, and what to do about it."""
     if all(each.bound for each in work(question).candidates(question, LeftOut())):
         return (
             "nothing is recommended: a plan without communication is a bound and no model; name "
@@ -39,7 +39,7 @@ def nothing_fits(question: Question, rows: Sequence[Row]) -> str:
 
 
 def fits(question: Question) -> bool:
-    """Whether a question can be asked, and a model that answers it fits."""
+    """Whether a question's options are possible, and a model that answers it fits."""
     return _first(question) is not None
 
 
@@ -47,7 +47,7 @@ def works(question: Question) -> bool:
     """Whether the first model that fits can be predicted, too."""
     if (each := _first(question)) is None:
         return False
-    alike = replace(question, jitter=0.0)  # which costs time, and lacks nothing else
+    alike = replace(question, jitter=0.0)  # a jitter costs time, and needs nothing of the machine
     try:
         work(alike).predict(alike, each)
     except UserError:
@@ -56,7 +56,7 @@ def works(question: Question) -> bool:
 
 
 def _first(question: Question) -> Candidate | None:
-    """The first model that fits; None if there is none, or if the question cannot be asked."""
+    """The first model that fits; None if there is none, or if the options are not possible."""
     try:
         check(question)
         able = (each for each, *_ in fitting(question, LeftOut()) if not each.bound)
@@ -66,7 +66,7 @@ def _first(question: Question) -> Candidate | None:
 
 
 def _of_inference(question: Question) -> list[str]:
-    """What makes a pass fit: as few options together as there are."""
+    """Remedies with which a pass fits, each of as few options together as possible."""
     options: list[tuple[str, dict[str, Any]]] = []
     if question.tp:
         options.append(("leave out --tp", {"tp": ()}))
@@ -85,7 +85,7 @@ def _of_inference(question: Question) -> list[str]:
 
 
 def _together(question: Question, options: Sequence[tuple[str, dict[str, Any]]]) -> Option:
-    """Several options as one."""
+    """Several options as one: their words, and the question with all of them."""
     said = options[0][0]
     for other, _ in options[1:]:
         said = _and(said, other.removeprefix("take "))
@@ -94,13 +94,13 @@ def _together(question: Question, options: Sequence[tuple[str, dict[str, Any]]])
 
 
 def _and(said: str, option: str) -> str:
-    """A remedy and an option to take with it."""
+    """The words of a remedy and of an option to take with it."""
     return f"{said} {option}" if "take " in said else f"{said} and take {option}"
 
 
 def _sizes(question: Question) -> Iterator[str]:
-    """The largest batch below those of the question with which a pass fits, and the longest context
-    below its own; each that there is."""
+    """The largest batch below the question's with which a pass fits, and the longest context below
+    the question's; each only if there is one."""
 
     def of_batch(size: int) -> Question:
         return replace(question, batches=(size,))
@@ -117,7 +117,7 @@ def _sizes(question: Question) -> Iterator[str]:
 
 
 def _most(limit: int, of: Callable[[int], Question]) -> int:
-    """The largest size below a limit of which the question fits, as all smaller ones do; or 0."""
+    """The largest size below a limit whose question fits (then all smaller ones do); or 0."""
     if limit <= 1 or not fits(of(1)):
         return 0
     low, high = 1, limit
@@ -128,8 +128,8 @@ def _most(limit: int, of: Callable[[int], Question]) -> int:
 
 
 def _of_training(question: Question) -> list[str]:
-    """What makes a training step fit: options with as many nodes, and more nodes, which take
-    options only where nothing else is enough."""
+    """Remedies with which a training step fits: options with the same nodes, or more nodes. More
+    nodes come with options only if nothing else is enough."""
     found = [f"take {said}" for said, _ in _options(question)]
     if not found and question.layouts and works(replace(question, layouts=())):
         found.append("leave out --layouts")
@@ -147,10 +147,11 @@ def _of_training(question: Question) -> list[str]:
 
 
 def _options(question: Question) -> Iterator[Option]:
-    """Options of one kind with which a training step fits, or of both where neither is enough."""
+    """Options with which a training step fits: full checkpointing or fewer sequences, or both if
+    neither is enough."""
     checkpointed = replace(question, checkpointing="full")
     if not fits(_of_size(checkpointed, 1)):
-        return  # the least that there is
+        return  # even the least memory is too much
     full = question.checkpointing != "full" and fits(checkpointed)
     found = [(FULL, checkpointed)] if full else []
     if smaller := _smaller(question):
@@ -177,5 +178,5 @@ def _smaller(question: Question) -> Option | None:
 
 
 def _of_size(question: Question, size: int) -> Question:
-    """A question about so many sequences, in one pass."""
+    """The question with a batch of `size` sequences, in one pass."""
     return replace(question, batches=(size,), micro_batch=0)

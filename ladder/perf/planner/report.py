@@ -17,7 +17,7 @@ from ladder.perf.planner.question import CLOSE, Question, Row, order, recommende
 from ladder.perf.planner.subject import CHECKPOINT
 from ladder.plans import aligned
 
-NAMED = 4  # of those that are close
+NAMED = 4  # how many of the rows close to the best are named
 PHASES = {"decode": "decode steps after", "prefill": "prompts of", "train": "training steps of"}
 HEAD = ["plan", "TP", "way", "ms", "80 % interval", "tokens/s", "limited by", "exposed ms",
         "GiB", "basis"]  # fmt: skip
@@ -110,7 +110,7 @@ def text(question: Question, rows: Sequence[Row], left_out: Sequence[str], best:
 
 
 def at_most(question: Question) -> list[str]:
-    """What the column of that name counts."""
+    """What the column `at most` counts."""
     if question.phase == "train":
         return []
     said = f"at most: sequences of {question.context} tokens, by memory"
@@ -120,7 +120,7 @@ def at_most(question: Question) -> list[str]:
 
 
 def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> list[str]:
-    """Where intervals and times are from, and what is left out."""
+    """Where intervals and times come from, and what is left out."""
     known = [row.interval for row in rows if row.interval.low is not None]
     sources = dict.fromkeys(f"{each.source}{'*' * each.wider}" for each in known)
     other = f" *: wider, since {question.subject.name} is not among them."
@@ -179,14 +179,15 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
 
 
 def verdicts(question: Question, rows: Sequence[Row], best: Row | None) -> list[str]:
-    """The recommendation in words. The batch is the user's choice, unless tokens/s are wanted."""
+    """The recommendations in words: one for each batch, since the user chooses it; for throughput a
+    single one."""
     if best is None or question.objective == "throughput":
         return [verdict(question, rows, best)] if best else []
     return [verdict(question, rows, each) for each in by_batch(question, rows).values()]
 
 
 def by_batch(question: Question, rows: Sequence[Row]) -> dict[int, Row]:
-    """What is recommended for each batch of which a model fits."""
+    """The recommended row of each batch with which a model fits."""
     found = {}
     for batch in dict.fromkeys(row.candidate.batch for row in rows):
         some = [row for row in rows if row.candidate.batch == batch]
@@ -196,7 +197,7 @@ def by_batch(question: Question, rows: Sequence[Row]) -> dict[int, Row]:
 
 
 def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
-    """A recommendation in words, with what it is not told apart from."""
+    """A recommendation in words, with the candidates that are too close to tell apart."""
     said = [f"Recommended for {question.objective}: {best.candidate}, {best.us / 1e3:.3f} ms"]
     batch = None if question.objective == "throughput" else best.candidate.batch
     alike = [

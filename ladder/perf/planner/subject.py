@@ -1,4 +1,4 @@
-"""What is asked about: a model with its plans, and a machine at each of its TP degrees."""
+"""What a question is about: a model with its plans, and a machine at each of its TP degrees."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CHECKPOINT = "checkpoint"  # the name of a folder's own plan, as in `ladder benc
 
 @dataclass(frozen=True)
 class Subject:
-    """A model. shape: with the plan `standard`. own: a folder's config, with its own plan. stored:
-    the type of a folder's matrices in 8 bits."""
+    """A model. shape: its config with the plan `standard`. own: a folder's config with its own
+    plan. stored: the type in which a folder stores matrices, if they are in 8 bits."""
 
     name: str
     shape: ModelConfig
@@ -28,7 +28,7 @@ class Subject:
     stored: str | None = None
 
     def refusal(self, tp: int) -> str:
-        """Why a TP degree does not divide its shape; empty if it does."""
+        """Why a TP degree does not divide the shape; empty if it does."""
         try:
             self.shape.check_divides(tp, "TP")
         except UserError as error:
@@ -36,12 +36,12 @@ class Subject:
         return ""
 
     def divides(self, tp: int) -> bool:
-        """Whether a TP degree divides its shape."""
+        """Whether a TP degree divides the shape."""
         return not self.refusal(tp)
 
     def config(self, plan: str, tp: int, tp_degree: int | None) -> ModelConfig:
-        """Its config with a plan. tp_degree: T if the user gave one. Raises UserError for a plan
-        that there is not."""
+        """The config with a plan. tp_degree: T, if the user gave one. Raises UserError for a plan
+        that does not exist."""
         if plan == CHECKPOINT:
             if self.own is None:
                 raise UserError(
@@ -62,7 +62,7 @@ class Subject:
 
 
 def subject(name: str) -> Subject:
-    """A name of configs/models, a YAML file, or a model's folder or the config.json in it.
+    """The model of a name in configs/models, of a YAML file, or of a folder or its config.json.
 
     Raises UserError if there is none.
     """
@@ -81,8 +81,8 @@ def subject(name: str) -> Subject:
 
 
 def weights_of(about: Subject, asked: str | None) -> str:
-    """How matrices are stored: as asked for, or as in the folder. Raises UserError for a type that
-    there is not, or that the folder does not hold."""
+    """How matrices are stored: as asked for, or else as in the folder. Raises UserError for an
+    unknown type, and for one that the folder does not hold."""
     kinds = ("bf16", *EIGHT_BITS)
     if asked is not None and asked not in kinds:
         raise unknown("type of --weights", asked, kinds)
@@ -97,8 +97,8 @@ def weights_of(about: Subject, asked: str | None) -> str:
 def machines(names: Sequence[str], records: Sequence[Path] = ()) -> dict[int, Machine]:
     """The first machine at each TP degree for which some file has collectives, by degree.
 
-    Those of fewer GPUs come from the further files, and from shipped ones of the same GPU. records:
-    what the first one is calibrated from.
+    Collectives of fewer GPUs come from the further files, and from shipped ones of the same GPU.
+    records: files from which the first machine is calibrated.
     """
     first, *more = (load(name) for name in names)
     if records:
@@ -123,7 +123,7 @@ def machines(names: Sequence[str], records: Sequence[Path] = ()) -> dict[int, Ma
 
 
 def degrees(found: Subject, known: dict[int, Machine], asked: Sequence[int] | None) -> list[int]:
-    """The TP degrees to compare. Raises UserError for one of `asked` that cannot be."""
+    """The TP degrees to compare. Raises UserError for one of `asked` that is not possible."""
     if not asked:
         return [each for each in known if found.divides(each)]  # 1 always does
     most = max(known)

@@ -1,7 +1,8 @@
 """A predicted pass as a trace for Perfetto, which `ladder.bench.trace` reads as a measured one.
 
-Kernels lie on tracks of their streams, under the names that they have in real traces. Below them is
-what holds each resource, on a track for each stream: a track's slices must not overlap.
+Kernels lie on tracks of their streams, under the names that they have in real traces. Below are
+tracks of resources with the operations that hold them, one for each stream, since slices of a track
+must not overlap.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from ladder.perf.memory import held_ranks
 from ladder.perf.phases import Prediction
 from ladder.perf.planner.question import Row
 
-ROUNDING = 1e-9  # of a time that is a sum
+ROUNDING = 1e-9  # the relative error that a time may have as a sum of floats
 PAUSE = 2e3  # microseconds around the pass, as in measured traces
-STREAM = 7  # of the first stream; real ones have small numbers, too
+STREAM = 7  # the number of the first stream; real ones have small numbers, too
 DECODE = {
     "product": "_project_kernel", "head": "_project_kernel", "attention": "_attention_kernel",
     "landing": "_land_kernel", "sum": "_land_kernel", "norm": "_land_kernel",
     "embed": "_embed_kernel", "send": "_send_kernel", "best": "_best_kernel",
     "choose": "_choose_kernel",
 }  # fmt: skip
-# Of prompts and of training, whose products are cuBLAS' and whose attention is cuDNN's.
+# The kernels of prompts and of training: products by cuBLAS, attention by cuDNN.
 WHOLE = {
     "product": "nvjet_sm90", "head": "nvjet_sm90",
     "attention": "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16",
@@ -36,7 +37,7 @@ WHOLE = {
     "norm": "_norm_kernel", "peers": "_land_rows_kernel", "sum": "vectorized_elementwise_kernel",
     "copies": "Memcpy PtoP (Device -> Device)", "barrier": "c10d::symmetric_memory::barrier_kernel",
 }  # fmt: skip
-# Of decode steps of virtual ranks: torch sums what they hold, and no landing waits for slots.
+# Decode steps with virtual ranks: torch sums their partials, and no landing waits for slots.
 VIRTUAL = DECODE | {kind: WHOLE[kind] for kind in ("landing", "norm", "sum")}
 FUSED = {"decode": DECODE, "virtual decode": VIRTUAL}
 COLLECTIVES = {
@@ -52,7 +53,8 @@ ON_LINKS = (*REDUCES, "all-gather", "copies", "peers")
 
 
 def kernel_name(each: Operation, phase: str, reducer: str, sharded: bool) -> str:
-    """The name of its kernel in a real trace. sharded: whether the residual is, by tokens."""
+    """The name of an operation's kernel in a real trace. sharded: whether the residual is sharded
+    by tokens."""
     key = each.part if each.kind == "choice" else each.kind
     if key == "all-reduce":
         name = reducer if phase in FUSED else each.algorithm or reducer
@@ -69,13 +71,13 @@ def kernel_name(each: Operation, phase: str, reducer: str, sharded: bool) -> str
 
 
 def tracks(phase: str) -> tuple[str, str]:
-    """The resources of a phase: what computation holds (that of a decode step reads weights and
-    caches), and the links."""
+    """The resources of a phase: the one that computation holds (a decode step mostly reads weights
+    and caches), and the links."""
     return (MEMORY if phase == "decode" else SMS), LINKS
 
 
 def resources(operation: Operation, phase: str) -> list[str]:
-    """What it holds, besides its stream."""
+    """The resources that an operation holds, besides its stream."""
     found = []
     if operation.kind in (*COMPUTES, "head"):
         found.append(tracks(phase)[0])
@@ -91,7 +93,7 @@ def spans(found: Prediction) -> Iterator[tuple[Operation, float, float]]:
 
 
 def describe(operation: Operation) -> str:
-    """What it is, in words."""
+    """An operation in words."""
     words = [operation.part or operation.kind]
     if operation.sublayer is not None:
         words.append(f"of sublayer {operation.sublayer}")
@@ -105,9 +107,10 @@ def describe(operation: Operation) -> str:
 
 
 def left_out(row: Row, micro_batch: int) -> str:
-    """What of the predicted time has no kernels here, in words; empty if all has.
+    """The part of the predicted time that the trace does not show, in words; empty if there is
+    none.
 
-    Prediction keeps the operations of one pass: of a step's micro-batches the last one, which ends
+    A prediction keeps the operations of one pass: that of a step's last micro-batch, which ends
     with the gradients' reduces and the optimiser.
     """
     found = row.prediction
@@ -125,7 +128,7 @@ def left_out(row: Row, micro_batch: int) -> str:
 
 
 def events(row: Row, phase: str, micro_batch: int = 0) -> list[dict[str, Any]]:
-    """The events of a Chrome trace. micro_batch: of training, as of `Question`."""
+    """The events of a Chrome trace. micro_batch: of training, see `Question`."""
     found = row.prediction
     operations = found.graph.operations
     streams = dict.fromkeys(each.stream for each in operations if each.launched)

@@ -19,7 +19,7 @@ from ladder.perf.planner.question import ALONE, WHOLE, Candidate, LeftOut, Quest
 from ladder.perf.planner.subject import check_names
 from ladder.train.config import MOST
 
-MOST_SKEWED = 64  # ranks of a simulation of all of them
+MOST_SKEWED = 64  # the most ranks that are simulated one by one
 LINKS = "links of declared nodes from half to twice the latency, 60 to 100 % of the rate"
 FITS = ["layout", "batch", "weights", "optimiser", "gradients", "activations", "reserve", "GiB",
         "fits"]  # fmt: skip
@@ -71,8 +71,9 @@ def check(question: Question) -> None:
 
 
 def layouts(question: Question) -> list[Layout]:
-    """Those of the user, or data parallelism and TP with sequence parallelism of every degree that
-    divides a node's GPUs and the shape; on several nodes also with the shards of a node copied."""
+    """The user's layouts, or the default ones: data parallelism, and TP with sequence parallelism
+    for every degree that divides a node's GPUs and the shape. On several nodes there are also
+    layouts whose shards lie within a node and are copied to the other nodes (HSDP)."""
     if question.layouts:
         return [parse_layout(each) for each in dict.fromkeys(question.layouts)]
     node, several = question.machine.gpus, question.nodes > 1
@@ -86,11 +87,11 @@ def layouts(question: Question) -> list[Layout]:
 
 
 def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
-    """Everything to compare. What a default includes and cannot run goes to `left_out`.
+    """All candidates. Those that a default includes but that cannot run go to `left_out`.
 
-    Under data parallelism alone there is nothing to sum, and all plans are the same work: only
-    those that the user names are there besides `standard`. A plan that sequence parallelism refuses
-    has its default layouts without.
+    Under data parallelism alone there is nothing to sum, and all plans do the same work: without
+    --plans there is only `standard`. A plan that sequence parallelism refuses gets the default
+    layouts without it.
     """
     if not question.layouts:
         question.leave_out_degrees(left_out)
@@ -130,7 +131,7 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
 
 
 def _missing(question: Question, layout: Layout) -> str:
-    """Why a layout's collectives are not predicted; empty if files have those of all its groups."""
+    """Why a layout's collectives cannot be predicted; empty if files have those of all groups."""
     replicas, _ = layout.data_parallel(question.gpus)
     for size in groups(layout.tp, replicas, question.nodes):
         if size not in question.machines and question.machine.gpus % size == 0:
@@ -163,7 +164,7 @@ def _predict(
 
 
 def doubted(question: Question, each: Candidate, found: Prediction, near: Interval) -> Interval:
-    """An interval of several nodes: that of one, and what links are uncertain by."""
+    """The interval on several nodes: that of one node, widened by the doubt about the links."""
     if near.low is None or near.high is None:
         return near
     likely = found.us - found.waiting_us
@@ -173,12 +174,12 @@ def doubted(question: Question, each: Candidate, found: Prediction, near: Interv
 
 
 def tokens(question: Question, each: Candidate) -> int:
-    """Those of one step over all copies of the model."""
+    """The tokens of one step over all copies of the model."""
     return question.gpus // each.tp * each.batch * question.context
 
 
 def fit_table(question: Question) -> list[list[str]]:
-    """What each layout and batch takes of a GPU, under the plan `standard`."""
+    """The memory of a GPU that each layout and batch takes, for the plan `standard`."""
     subject, table = question.subject, [FITS]
     for layout in layouts(question):
         for batch in dict.fromkeys(question.batches):
@@ -192,7 +193,7 @@ def fit_table(question: Question) -> list[list[str]]:
 
 
 def command(question: Question, each: Candidate) -> list[str]:
-    """The words that time it."""
+    """The words of the command that times a candidate."""
     words = ["bench", "train", "--model", question.subject.name, "--plans", each.plan]
     words += ["--layouts", each.way, "--seq-len", str(question.context)]
     words += ["--batch", str(each.batch), "--compile"]

@@ -72,7 +72,7 @@ def not_scored(phase: str, reasons: Counter[str]) -> list[str]:
 
 
 def _besides(left_out: dict[str, Counter[str]]) -> str:
-    """What there is in its place."""
+    """In words, the records that were left out, by reason."""
     most = Counter[str]()
     for reasons in left_out.values():
         most |= reasons
@@ -110,7 +110,7 @@ def report(phase: str, found: Sequence[Score]) -> list[str]:
 
 
 def named(point: Any) -> str:
-    """The model, and how its weights and its cache are stored if not as usual."""
+    """The model, and how its weights and its cache are stored if not in bf16."""
     stored = getattr(point, "weights", "bf16")
     name = point.model if stored == "bf16" else f"{point.model} {stored}"
     return name if getattr(point, "cache", "bf16") == "bf16" else f"{name}, {point.cache} cache"
@@ -121,7 +121,7 @@ def plan_of(each: Score) -> str:
 
 
 def where(each: Score) -> tuple[int, str]:
-    """How many GPUs, and the reducer or the layout."""
+    """The number of GPUs, and the reducer or the layout."""
     point = each.point
     return (point.gpus, point.layout) if isinstance(point, Run) else (point.tp, point.reducer)
 

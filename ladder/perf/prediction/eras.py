@@ -1,4 +1,4 @@
-"""Of which kernels a recorded decode step is: each record is predicted by those it is of."""
+"""Eras of kernels: each recorded decode step is predicted with the kernels that it ran."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ SAID: dict[Era, str] = {
     "behind": "riding behind tiles",
     "older": "older kernels",
 }
-# Steps recorded before that day, and of these commits, are of older kernels.
+# Steps recorded before that day, and those of these commits, ran older kernels.
 NEWER_KERNELS, OLDER_COMMITS = "2026-11-23", ("239831f",)
-# In those before that day, and of the first commits, all sends and landings ride behind tiles; in
-# those of the second some are inside, of the third beside them. Attention of all these waited for
-# QKV's product before it read keys. Prompts and training before that day are predicted by the file
-# that was shipped then, if it is kept.
+# In steps before that day, and those of BEHIND_COMMITS, all sends and landings ride behind tiles.
+# In steps of INSIDE_COMMITS some ride inside tiles, in those of BESIDE_COMMITS some beside them. In
+# all of these, attention waited for QKV's product before it read keys. Prompts and training before
+# that day are predicted with the machine file that was shipped then, if it is kept.
 RIDES_INSIDE, BEHIND_COMMITS = "2026-11-27", ("a6535fa",)
 INSIDE_COMMITS = ("41aaacd", "e5d7e80", "0f6c05e")
 BESIDE_COMMITS = ("64ebca5",)
-# In those before that day, and of these commits, sends and landings ride, and all is on one stream.
+# In steps before that day, and of these commits, sends and landings ride, and all is on one stream.
 TWO_STREAMS, RIDING_COMMITS = "2026-11-28", ("5c18ef3", "e8b240c", "8b38687")
-# In those of these commits attention and MLP of `parallel` are on two streams, of 33 to 64
-# sequences, too.
+# In steps of these commits attention and MLP of `parallel` are on two streams also with 33 to 64
+# sequences.
 BRANCHING_COMMITS = ("e0aaac6", "0fe2e3a", "d3dcdbf", "7e146f2")
-# Products in those before that day, and of these commits, have smaller tiles beside other kernels.
+# In steps before that day, and of these commits, products beside other kernels have smaller tiles.
 WIDE_TILES, NARROW_COMMITS = "2026-11-29", ("9900fd3", "b7f6b0e", "c805ead")
-# A cache in fp8 is read byte by byte before that day, and by these commits.
+# Steps before that day, and of these commits, read a cache in fp8 byte by byte.
 PAIRED_CACHE, BYTEWISE_COMMITS = "2026-11-30", ("12383da",)
 Chosen = Callable[[Mapping[str, Any]], bool]
 
 
 def every(about: Mapping[str, Any]) -> bool:
-    """All records."""
+    """A filter that lets all records through."""
     return True
 
 
 def era_of(about: Mapping[str, Any]) -> Era:
-    """By what a record says of its machine."""
+    """The era of a record, by the date and commit in what it says of its machine."""
     commit = str(about.get("commit"))
     if before(about, NEWER_KERNELS) or commit.startswith(OLDER_COMMITS):
         return "older"
@@ -71,7 +71,7 @@ def era_of(about: Mapping[str, Any]) -> Era:
 
 
 def of_era(era: Era) -> Chosen:
-    """The records of one."""
+    """A filter for the records of an era."""
     return lambda about: era_of(about) == era
 
 
@@ -91,8 +91,8 @@ def reads_bytewise(about: Mapping[str, Any]) -> bool:
 
 
 def as_then(machine: Machine, era: Era) -> tuple[Machine, Kernels]:
-    """The machine with the kernels of decode steps that it had, if they are kept, and how its
-    products and riders were cut."""
+    """The machine with the decode kernels of an era, if they are kept; and how products and riders
+    were cut then."""
     if era == "today":
         return machine, TODAY
     if era == "narrow":

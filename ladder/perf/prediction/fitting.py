@@ -27,17 +27,18 @@ from ladder.perf.prediction.records import (
 from ladder.perf.rows import more_rows
 from ladder.perf.simulate import simulate
 
-# Below these, curves and records are not of one machine. A step may take a little less than curves.
+# If a fitted value is below these, the curves and the records are not of one machine. A step may
+# take a little less time than its curves.
 LEAST = {"step_stretch": 0.8, "prompt_gap_us": -2.0}
 LONG = 16 * 1024  # tokens of prompts that show the power limit
 Steps = dict[InferencePoint, float]  # milliseconds
 
 
 def calibrated(machine: Machine, *files: Path) -> Machine:
-    """The machine with its fitted values from the records of CALIBRATED, and from no other.
+    """The machine with fitted values, which come from records of CALIBRATED alone.
 
-    Those of `fit_steps` and `fit_prompts`, and `training_bytes` from training steps that keep all
-    activations, if there are any: the median of what each asks for.
+    These are the values of `fit_steps` and `fit_prompts`, and `training_bytes` if there are
+    training steps that keep all activations: the median of the values that explain these steps.
     """
     said = ", ".join(file.name for file in files)
     machine = fit_prompts(fit_steps(machine, files), files)
@@ -55,8 +56,8 @@ def fit_steps(
 ) -> Machine:
     """The machine with what is fitted to decode steps of `model`, plan none.
 
-    `step_stretch` from the step of one sequence, `more rows` from those of more, and `converted`
-    from those of weights in 8 bits, for each type of which there are any. older: as of
+    `step_stretch` comes from the step of one sequence, `more rows` from steps of more sequences,
+    and `converted` from steps with weights in 8 bits, for each type that was recorded. older: see
     `calibrations`.
     """
     files = tuple(files)
@@ -86,14 +87,14 @@ def fit_steps(
 def fit_prompts(machine: Machine, files: Iterable[Path], model: str = CALIBRATED[0]) -> Machine:
     """The machine with what is fitted to the prefill of `model`, plan none, if there are any.
 
-    `prompt_gap_us` from that of one sequence, and `power_limit` from the longest, if it is long
-    enough to show it.
+    `prompt_gap_us` comes from the prefill with the fewest tokens, and `power_limit` from the one
+    with the most, if they are enough to reach the limit.
     """
     files = tuple(files)
     said = ", ".join(file.name for file in files)
     prompts = calibrations(files, machine, "prefill", model)
     by_length = sorted(prompts.items(), key=lambda each: each[0].batch * each[0].prompt)
-    for _ in range(2 if by_length else 0):  # each has a little of the other
+    for _ in range(2 if by_length else 0):  # twice: each value depends a little on the other
         short, long = by_length[0], by_length[-1]
         machine = _fit(machine, "prompt_gap_us", "prefill", *short, (3.0, 6.0), said)
         if long[0].batch * long[0].prompt > LONG:
@@ -104,8 +105,8 @@ def fit_prompts(machine: Machine, files: Iterable[Path], model: str = CALIBRATED
 def _with_points(
     machine: Machine, curve: Curve, steps: Steps, begin: Callable[[InferencePoint], float]
 ) -> Machine:
-    """With this fitted curve over rows, of which each step gives a point; without steps as it
-    was."""
+    """The machine with a fitted curve over rows, to which each step adds a point. Without steps,
+    the machine as it was."""
     points = []
     for each in sorted(steps, key=lambda one: one.batch):
         us = _solve(1e3 * steps[each], partial(_with_point, machine, curve, each), begin(each))
@@ -119,7 +120,7 @@ def _with_curve(machine: Machine, curve: Curve) -> Machine:
 
 
 def _with_point(machine: Machine, curve: Curve, point: InferencePoint, value: float) -> float:
-    """Microseconds of a step if the curve were of this point alone."""
+    """Microseconds of a step if the curve consisted of this point alone."""
     tried = replace(curve, points=((float(point.batch), value),))
     return _step(_with_curve(machine, tried), point)
 
@@ -137,7 +138,7 @@ def _step(machine: Machine, point: InferencePoint) -> float:
 
 
 def _solve(us: float, time: Callable[[float], float], begin: float = 1.0) -> float:
-    """Where `time`, which is linear without a collective that something hides, is `us`."""
+    """The value at which `time` is `us`. `time` is linear, since no collective is hidden in it."""
     one, two = time(begin), time(begin + 1)
     return begin + (us - one) / (two - one)
 
@@ -146,8 +147,8 @@ def calibrations(
     files: Iterable[Path], machine: Machine, phase: str, model: str = CALIBRATED[0],
     weights: str = "bf16", older: bool | None = None,
 ) -> Steps:  # fmt: skip
-    """What was recorded of a model without communication, once for each batch. older: of older
-    kernels alone, or of newer ones; None: of all."""
+    """The recorded times of a model without communication, one for each batch and prompt. older:
+    whether to take steps of older kernels or of newer ones; None: all."""
     found: dict[tuple[int, int], tuple[InferencePoint, list[float]]] = {}
 
     def of(about: Mapping[str, Any]) -> bool:
@@ -164,7 +165,7 @@ def _fit(
     machine: Machine, name: str, phase: str, point: Any, ms: float, begin: tuple[float, float],
     said: str,
 ) -> Machine:  # fmt: skip
-    """With the value that explains a pass, from two guesses by secants."""
+    """The machine with the value that explains a pass, by the secant method from two guesses."""
 
     def off(value: float) -> float:
         tried = replace(machine, values={**machine.values, name: Value(value, "fitted: tried")})

@@ -1,9 +1,9 @@
-"""Whether predictions order what can be run as measurements do, and what a wrong order costs.
+"""Whether predictions order choices as measurements do, and what a wrong order costs.
 
-Compared are the recorded plans, reducers and layouts of one shape, batch and number of GPUs: what
-`ladder predict MODEL` would choose among, and by its rule. Training steps are compared by their
-time for a token, since layouts do different work in a step. What computes no model (`none`,
-`no_comm`) is left out.
+The choices are the recorded plans, reducers and layouts of one shape, batch and number of GPUs:
+those among which `ladder predict MODEL` would choose, by the same rule. Training steps are compared
+by their time for a token, since layouts do different work in a step. Plans that compute no model
+(`none`, `no_comm`) are left out.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ladder.perf.prediction.eras import SAID
 from ladder.perf.prediction.records import Run, Score
 
 APART = 0.03  # pairs whose measured times are closer have no order
-CHOSEN = ("plan", "reducer", "degree", "no_comm", "layout")  # fields of a point that are a choice
+CHOSEN = ("plan", "reducer", "degree", "no_comm", "layout")  # the fields of a point to choose
 HEAD = ["order", "choices", "pairs", "tau", "recommended", "regret", "ladder / standard"]
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """One case. pairs: more than APART apart; right: of those in the predicted order. recommended:
-    what `ladder predict` would. regret: its measured time over the measured best's, less 1.
-    speedup: for each reducer or layout, predicted less measured speedup of ladder over standard, in
-    points."""
+    """One case. pairs: of choices that are more than APART apart. right: the pairs that were
+    predicted in the right order. recommended: the choice that `ladder predict` would recommend.
+    regret: its measured time over that of the best choice, less 1. speedup: for each reducer or
+    layout, the predicted less the measured speedup of ladder over standard, in points."""
 
     case: str
     choices: int
@@ -43,8 +43,8 @@ class Ranking:
 
 
 def rankings(found: Iterable[Score]) -> list[Ranking]:
-    """Of each case with more than one choice, from the scores of one phase. Of a prompt that was
-    recorded by copies and by operators the latter counts, which is what runs now."""
+    """The ranking of each case with more than one choice, from the scores of one phase. If a prompt
+    was recorded both by copies and by operators, the latter counts: it is what runs now."""
     groups: dict[tuple[tuple[str, object], ...], dict[object, Score]] = {}
     for each in found:
         fields = asdict(each.point)
@@ -85,8 +85,8 @@ def _ranking(case: Sequence[tuple[str, object]], scores: Sequence[Score]) -> Ran
 
 
 def _of_a_token(score: Score) -> Score:
-    """Of a training step the times for one of its tokens, as `ladder predict --train` compares
-    them."""
+    """The score, for a training step with its times divided by its tokens, as `ladder predict
+    --train` compares them."""
     if not isinstance(score.point, Run):
         return score
     tokens = score.point.tokens

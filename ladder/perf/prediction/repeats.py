@@ -1,4 +1,4 @@
-"""How much records of the same inference differ: no prediction can be nearer to all of them."""
+"""How much records of the same inference differ: no prediction can be closer to all of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ladder.perf.prediction.records import inference_runs
 
 
 def repeats(files: Iterable[Path], machine: Machine, phase: str) -> list[str]:
-    """What to say of a phase's points that have more than one record, by how far these are from
-    their median: times, and speedups of ladder over standard that were measured in one run. Points
-    that differ in the number of new tokens alone are the same, but for other kernels."""
+    """Lines on a phase's points with more than one record: how far times are from their median, and
+    so are speedups of ladder over standard that were measured in one run. Points that differ only
+    in the number of new tokens count as the same, if they ran the same kernels."""
     times: dict[tuple[InferencePoint, int], list[tuple[str, float]]] = {}
     ways: list[tuple[Chosen, bool | None]] = [(of_era(each), None) for each in ERAS]
     if phase != "decode":
@@ -50,8 +50,8 @@ def repeats(files: Iterable[Path], machine: Machine, phase: str) -> list[str]:
 
 
 def spread(groups: Iterable[list[float]], relative: bool) -> tuple[int, float, float] | None:
-    """How many of the groups have several values, and how far these are from their group's median:
-    the mean and the most."""
+    """The number of groups with several values, and how far these are from their group's median:
+    the mean and the largest distance."""
     several = [each for each in groups if len(each) > 1]
     off = []
     for each in several:

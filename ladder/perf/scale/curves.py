@@ -1,8 +1,8 @@
 """Our own predictions for 8 to 1,024 GPUs: training by layout, and decoding over a node or two.
 
-Nobody has measured these. Products run at the rate that one recorded step gave, links are those of
-the declared machine h200x8, and what products lose beside communication comes from three records.
-Every figure has an interval: all that is uncertain at its better end, and all at its worse.
+Nobody has measured these. Products run at the rate of one recorded step, links are those of the
+declared machine h200x8, and what products lose beside communication comes from three records. Every
+figure has an interval: one end has all uncertain values at their best, the other at their worst.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ TRAINED = {  # layout and plan
     "tp8+sp+fsdp, standard": ("tp8+sp+fsdp", "standard"),
     "tp8+sp+fsdp, ladder": ("tp8+sp+fsdp", "ladder"),
 }
-# Products and attention reach so much of a large product's rate: 12 layers of an 8B, `none`, TP 4
-# with sequence parallelism, 8192 tokens take 99.1 ms on four H200 (docs/results/training.md).
+# The share of a large product's rate that products and attention reach: 12 layers of an 8B, `none`,
+# TP 4 with sequence parallelism, 8192 tokens take 99.1 ms on four H200 (docs/results/training.md).
 EFFICIENCY = 0.63
 NORM_TENSORS = 5  # read and written by a landing: residual, sum, result; residual and norm again
 
@@ -58,7 +58,7 @@ def group(per_node: int, nodes: int, doubt: Doubt) -> Group:
 
 @dataclass(frozen=True)
 class Step:
-    """A training step of bfloat16 with AdamW on `gpus` GPUs. sequences: of each TP group; 0: one
+    """A training step in bfloat16 with AdamW on `gpus` GPUs. sequences: of each TP group; 0: one
     for each of its GPUs."""
 
     config: ModelConfig
@@ -69,7 +69,7 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Of a TP group."""
+        """The tokens of a TP group."""
         return SEQUENCE * (self.sequences or self.layout.tp)
 
     @property
@@ -81,7 +81,7 @@ class Step:
         return self.layout.data_parallel(self.gpus)[1]
 
     def data_parallel(self, ranks: int) -> Group:
-        """Ranks with one shard each: a GPU of each TP group, so `NODE / tp` of a node."""
+        """The group of `ranks` data-parallel ranks, one in each TP group: `NODE / tp` of a node."""
         per_node = min(ranks, NODE // self.layout.tp)
         return group(per_node, ranks // per_node, self.doubt)
 
@@ -150,9 +150,9 @@ class Cost:
 def step_time(
     name: str, layout: str, gpus: int, doubt: Doubt = LIKELY, model: str = MODEL
 ) -> float:
-    """Seconds of a training step of a plan: 8192 tokens a GPU.
+    """Seconds of a training step of a plan, with 8192 tokens for each GPU.
 
-    A pass repeats itself after a few layers: two depths are simulated, and the rest is linear.
+    A pass repeats itself after a few layers: two depths are simulated and extrapolated linearly.
     """
     config = model_config(model)
     few, more = SIMULATED
@@ -166,7 +166,7 @@ def step_time(
 
 
 def layers_time(config: ModelConfig, name: str, layout: str, gpus: int, doubt: Doubt) -> float:
-    """Seconds of a training step of a model, all its layers simulated."""
+    """Seconds of a training step of a model with all its layers simulated."""
     step = Step(config, parse_layout(layout), gpus, doubt)
     plan = plan_of(name, config.num_layers)
     if step.layout.tp == 1:
@@ -181,7 +181,7 @@ def layers_time(config: ModelConfig, name: str, layout: str, gpus: int, doubt: D
     return 1e-6 * simulate(_graph(plan, style, gradients), Cost(step), beside).total
 
 
-_graph = cache(graph.training)  # the same on all numbers of GPUs
+_graph = cache(graph.training)  # the same for all numbers of GPUs
 
 
 def plan_of(name: str, layers: int) -> Plan:
@@ -190,7 +190,7 @@ def plan_of(name: str, layers: int) -> Plan:
 
 @cache
 def tokens(name: str, layout: str, gpus: int, doubt: Doubt) -> float:
-    """A second and GPU."""
+    """Tokens for each second and GPU."""
     return SEQUENCE / step_time(name, layout, gpus, doubt)
 
 
@@ -249,16 +249,16 @@ def gain() -> Result:
 
 
 PAPER_GAIN = 6.0  # %, the middle of 5 to 7
-# What an all-reduce of few bytes takes beyond that of four GPUs of a node: NCCL's own 0.6 us for
-# each of 8 more steps in a ring of 8; and for two nodes what Ladder Residual's 405B says.
+# Microseconds that a small all-reduce takes beyond one of four GPUs of a node. In a ring of 8 these
+# are NCCL's own 0.6 us for each of 8 more steps; for two nodes, what Ladder Residual's 405B shows.
 MORE_STEPS_US, TWO_NODES_US = 4.8, 26.0
-# Of what a ladder would hide, so much it still pays: as in tables.BESIDE; the ends of its records.
+# The share of hidden time that a ladder still pays: tables.BESIDE, and the ends of its records.
 STILL_PAID = (BESIDE["decode", 1], 0.177, 0.505)
 DECODED = (("llama-3-8b", 8), ("llama-3-70b", 8), ("llama-3-70b", 16), ("llama-3.1-405b", 16))
 
 
 def served(gpus: int, doubt: Doubt) -> Machine:
-    """H200 as measured on four of a node, with a declared all-reduce of `gpus`."""
+    """H200s as measured on four of a node, with a declared all-reduce over `gpus` GPUs."""
     four = load("h200x4")
     more = MORE_STEPS_US + (TWO_NODES_US if gpus > NODE else 0.0)
     measured = four.curve("all-reduce", algorithm="nccl")

@@ -1,9 +1,10 @@
 """One training pass of a DLRM on 128 nodes, with and without fused embedding and all-to-all.
 
 Source: Figure 15 and Table II of `Optimizing Distributed ML Communication with Fused
-Computation-Collective Operations`. The execution graph is that of ASTRA-Sim: one GPU stands for
-all, its computation in order, its collectives in order on the network, and both at the same time.
-What the paper leaves out is swept: the batch, the tables of a node, the torus' shape, and more.
+Computation-Collective Operations`. The execution graph is that of ASTRA-Sim. One GPU stands for
+all. Its computation is in order, its collectives are in order on the network, and both run at the
+same time. What the paper leaves out is swept: the batch, the tables of a node, the torus' shape,
+and more.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ HBM = 1.6384e12  # bytes a second, of an MI210
 
 @dataclass(frozen=True)
 class Case:
-    """What Table II says (dimension, pooling, layers, width, link, latency), and what it does not.
+    """The parameters of Table II (dimension, pooling, layers, width, bandwidth, latency) and more.
 
-    batch: samples of a node, of the data-parallel parts; every node looks up its tables for all
-    samples. tables: of a node. gather: bytes a second of embedding lookups. flops: a second, of the
-    MLPs. kernel: seconds of any kernel beyond that. bottom: of the layers, those below the
-    interaction. slices: parts in which a fused operator sends. value: bytes of a number. update:
-    what an embedding's backward pass moves, in forward passes: rows are read and written.
+    batch: samples of a node in the data-parallel parts; every node looks up its tables for all
+    samples. tables: of a node. gather: bytes a second of embedding lookups. flops: of the MLPs, a
+    second. kernel: seconds that any kernel takes in addition. bottom: the number of layers below
+    the interaction. slices: the parts in which a fused operator sends. value: bytes of a number.
+    update: the bytes that an embedding's backward pass moves (it reads and writes rows), as a
+    multiple of the forward pass.
     """
 
     dimension: int = 92
@@ -79,7 +81,7 @@ class Case:
 
 
 class Pass:
-    """The events of one forward and backward pass; `seconds` when it has run."""
+    """The events of one forward and backward pass. seconds: how long it takes."""
 
     def __init__(self, case: Case, fused: bool) -> None:
         self.case, self.engine = case, Engine()
@@ -89,7 +91,7 @@ class Pass:
         self.delay = picoseconds(case.torus.delay)
         self.to_join = self.parts + 1  # all slices, and the bottom layers
         self.to_update = self.parts
-        self.slices, self.gradients = 0, 0  # that wait for the links
+        self.slices, self.gradients = 0, 0  # how many wait for the links
         self.busy = False
         self._forward()
         self.seconds = self.engine.run() / SECOND
@@ -97,7 +99,7 @@ class Pass:
         assert not any(left), left
 
     def _forward(self) -> None:
-        """Embeddings first; the bottom layers, beside which the all-to-all runs."""
+        """The embeddings, then the bottom layers; the all-to-all runs beside the latter."""
         case = self.case
         for part in range(self.parts):
             seconds = case.lookup / self.parts + (0 if part else case.kernel)
@@ -125,14 +127,14 @@ class Pass:
         self._use_links()
 
     def _spread(self) -> None:
-        """The gradients of the pooled rows go back to where the tables are."""
+        """Send the gradients of the pooled rows back to the nodes with the tables."""
         self.slices = self.parts
         self._use_links()
         for _ in range(self.case.bottom):
             self.gpu.send(2 * self.case.layer, self._gradient)
 
     def _use_links(self) -> None:
-        """Pooled rows' gradients go before those of layers, the newest collective first."""
+        """Start the next collective: gradients of pooled rows go before those of layers."""
         if self.busy or not (self.slices or self.gradients):
             return
         self.busy = True
@@ -160,5 +162,5 @@ class Pass:
 
 
 def reduction(case: Case) -> float:
-    """By how much of its time the pass is shorter with fused operators, in %."""
+    """The share of its time that the pass saves with fused operators, in %."""
     return 100 * (1 - Pass(case, True).seconds / Pass(case, False).seconds)

@@ -1,4 +1,4 @@
-"""Where the DLRM's 21 % holds: `dlrm.Case` swept over what Figure 15 leaves out."""
+"""Where the DLRM's 21 % holds: a sweep of `dlrm.Case` over what Figure 15 leaves out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ladder.perf.scores import Curves, Result, Score, holds
 PAPER, TOLERANCE = 21.0, 5.0  # %, points
 BATCHES = (32, 64, 128, 256, 512, 1024)  # samples of a node
 TABLES = (1, 2, 4, 8, 16, 32, 64)  # of a node
-# What else the paper leaves open, one at a time, at a batch of 512.
+# Other values that the paper leaves open, changed one at a time, at a batch of 512.
 VARIANTS: dict[str, dict[str, Any]] = {
     "as declared, 8 x 16": {},
     "4 x 32": {"rows": 4},

@@ -1,9 +1,9 @@
 """The numbers of Ladder Residual (arXiv 2501.06589) that are calibrated on or predicted.
 
-Improvements of latency over `standard` in %, as Tables 2 and 6 say them: 100 (1 - new / old).
-CALIBRATION has all that anything is set to: rows without communication and `standard` alone. What
-the paper only draws or leaves out comes from the authors' repository, ladder-residual-inference:
-Figures 2 and 3 from tools/plot-*.py, milliseconds from logs/arxiv and logs/11_25 in its history.
+Improvements of latency over `standard` are in %, as in Tables 2 and 6: 100 (1 - new / old).
+Constants are set to rows without communication and of `standard` alone. What the paper only draws
+or leaves out comes from the authors' repository, ladder-residual-inference: Figures 2 and 3 from
+tools/plot-*.py, milliseconds from logs/arxiv and logs/11_25 in its history.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PROMPT, NEW = 1024, 512  # tokens
 
 @dataclass(frozen=True)
 class Improvement:
-    """Of prefill and decode latency, in %."""
+    """The improvement of prefill and decode latency, in %."""
 
     prefill: float
     decode: float
@@ -28,7 +28,7 @@ class Improvement:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with both phases. bound, rows: by link; rows: plan -> improvement."""
+    """A table with both phases. bound: by link. rows: by link and plan."""
 
     number: int
     model: str
@@ -79,7 +79,7 @@ TABLE_1 = {
     "llama-3.1-405b": {NVLINK: 1.31, NO_NVLINK: 1.57},
 }
 TABLE_1_BATCH = 4
-# The same ratio of the authors' logged run of a 34B (logs/arxiv, llama-3-34b), and its vocabulary.
+# The same ratio in the authors' logged run of a 34B (logs/arxiv, llama-3-34b), and its vocabulary.
 LOGGED_34B = {NVLINK: 560.76 / 436.76, NO_NVLINK: 459.28 / 292.40}
 VOCABULARY_34B = 128256
 TWO_NODES = "llama-3.1-405b"  # TP 16; TP 8 elsewhere
@@ -95,7 +95,7 @@ class Row:
     decode: float
 
 
-# Rows without communication that the software's constants are set to.
+# The rows without communication to which the software's constants are set.
 BARE = {
     "70B, batch 1": Row("llama-3-70b", 1, 59.2, 9.06),
     "70B, batch 4": Row("llama-3-70b", 4, 209.0, 10.63),

@@ -1,4 +1,4 @@
-"""What the software of Ladder Residual takes on 8 H100, operation by operation, in microseconds.
+"""The times of Ladder Residual's software on 8 H100, operation by operation, in microseconds.
 
 It is gpt-fast under torch.compile: attention is computed over the cache's full length with keys and
 values repeated for each query head, the head is not split, and a prompt computes the logits of all
@@ -28,9 +28,9 @@ KERNELS = {"gate-up": 2, "attention": 5}
 @dataclass(frozen=True)
 class Software:
     """hbm: bytes a second. flops: a second, of products of many rows. kernel: microseconds of a
-    kernel beyond its bytes. rows: the same, more, of a product of several rows in a decode step.
-    repeated: of the bytes of repeated keys and values, those that memory delivers. score: bytes for
-    each attention score of a prompt.
+    kernel beyond its bytes. rows: microseconds more, for a product of several rows in a decode
+    step. repeated: the share of the bytes of repeated keys and values that memory delivers. score:
+    bytes for each attention score of a prompt.
     """
 
     hbm: float
@@ -64,7 +64,7 @@ class Work:
         return float(BF16 * self.tokens * self.config.hidden_size)
 
     def parameters(self, part: str) -> float:
-        """Of one GPU."""
+        """The parameters of a product on one GPU."""
         config = self.config
         heads = {
             "qkv": config.num_heads + 2 * config.num_kv_heads, "output": config.num_heads
@@ -76,7 +76,7 @@ class Work:
 
 
 class Cost:
-    """Microseconds of an operation alone. reduce: those of an all-reduce."""
+    """Microseconds of an operation alone. reduce: microseconds of an all-reduce."""
 
     def __init__(self, work: Work, software: Software, reduce: float) -> None:
         self.work, self.software, self.reduce = work, software, reduce
@@ -113,8 +113,8 @@ class Cost:
 def time(
     work: Work, plan: Plan, reduce: float, slowed: float, software: Software = SOFTWARE
 ) -> float:
-    """Microseconds of the phase. reduce: those of an all-reduce alone. slowed: the share of their
-    speed that operations lose while an all-reduce runs beside them."""
+    """Microseconds of the phase. reduce: microseconds of an all-reduce alone. slowed: the share of
+    their speed that operations lose while an all-reduce runs beside them."""
 
     def beside(first: Operation, second: Operation) -> float:
         return 1 - slowed if second.reduces and not first.reduces else 1.0
@@ -128,8 +128,8 @@ def bare(work: Work, software: Software = SOFTWARE) -> float:
 
 
 def as_run(config: ModelConfig) -> ModelConfig:
-    """The shape that the authors' code runs: its 3B has 32 heads of 72, which 8 divides, and not
-    the 36 of 64 of its training."""
+    """The shape that the authors' code runs: its 3B has 32 heads of size 72, which 8 GPUs can
+    split, instead of the 36 heads of size 64 of its training."""
     if config.num_heads % 8:
         return replace(config, num_heads=32, num_kv_heads=32, head_dim=config.hidden_size // 32)
     return config

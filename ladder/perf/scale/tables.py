@@ -1,8 +1,8 @@
 """Ladder Residual's Tables 1, 2 and 6 predicted: 8 H100 with NVLink and without, 405B on 16.
 
-One curve of all-reduces for each kind of link is set so that `standard` is as far from the model
-without communication as published. Everything else, of every plan, follows from the plan's own
-schedule; nothing here knows what a plan's name means.
+For each kind of link, one curve of all-reduces is set so that `standard` is as far from the model
+without communication as published. Everything else follows from each plan's own schedule; nothing
+here knows what a plan's name means.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ BESIDE: dict[tuple[Phase, int], float] = {
     ("prefill", 1): 0.545, ("prefill", 4): 0.459, ("prefill", 64): 0.455,
     ("decode", 1): 0.276, ("decode", 4): 0.230, ("decode", 64): 0.501,
 }  # fmt: skip
-COUNTS: dict[Phase, int] = {"prefill": 1, "decode": NEW - 1}  # of a generation
+COUNTS: dict[Phase, int] = {"prefill": 1, "decode": NEW - 1}  # passes of a generation
 DECODE_POINTS, PREFILL_POINTS = 5.0, 8.0  # tolerances, set before the simulation
 RATIO = 5.0  # %, of Table 1
 
 
 def work(model: str, phase: Phase, batch: int, vocabulary: int | None = None) -> Work:
-    """vocabulary: in place of the model's own."""
+    """A phase of a model at the paper's TP degree. vocabulary: replaces the model's own size."""
     config = as_run(model_config(model))
     if vocabulary is not None:
         config = replace(config, vocab_size=vocabulary)
@@ -61,7 +61,7 @@ def plan(name: str, model: str) -> Plan:
 def _whole(
     model: str, batch: int, name: str, curve: Curve, beyond: float, vocabulary: int | None
 ) -> float:
-    """Microseconds of a prompt and its new tokens. beyond: more for each all-reduce."""
+    """Microseconds of a prompt and its new tokens. beyond: added to the time of each all-reduce."""
     found = 0.0
     for phase, count in COUNTS.items():
         case = work(model, phase, batch, vocabulary)
@@ -71,7 +71,7 @@ def _whole(
 
 
 def _reduce(table: Table, link: str, phase: Phase) -> float:
-    """Microseconds of an all-reduce by which `standard` is as far from the bound as published."""
+    """Microseconds of an all-reduce with which `standard` is as far from the bound as published."""
     share = table.bound[link].of(phase) / 100
     count = plan("standard", table.model).collectives
     return bare(work(table.model, phase, table.batch)) * share / (1 - share) / count
@@ -86,7 +86,7 @@ def reduces(link: str) -> Curve:
             case = work(table.model, phase, table.batch)
             found[case.message] = _reduce(table, link, phase)
     curve = _curve(link, found)
-    # Figure 2, batch 4: whole generations, with what prefill takes by the points found so far.
+    # Figure 2, batch 4, has whole generations: subtract the prefill, by the points found so far.
     cases = {phase: work(TABLE_2.model, phase, TABLE_1_BATCH) for phase in PHASES}
     count = plan("standard", TABLE_2.model).collectives
     whole = bare(cases["prefill"]) + (NEW - 1) * bare(cases["decode"])
@@ -102,7 +102,7 @@ def _curve(link: str, points_: dict[float, float]) -> Curve:
 
 @cache
 def between_nodes(link: str) -> float:
-    """Microseconds that an all-reduce of two nodes takes beyond that of one, from Figure 3."""
+    """Microseconds that an all-reduce over two nodes takes beyond one on a node, from Figure 3."""
     cases = {phase: work(TWO_NODES, phase, TABLE_1_BATCH) for phase in PHASES}
     count = plan("standard", TWO_NODES).collectives
     curve = reduces(link)
@@ -114,7 +114,7 @@ def between_nodes(link: str) -> float:
 
 
 def improvement(table: Table, link: str, name: str, phase: Phase) -> float:
-    """Of latency over `standard`, in %."""
+    """The improvement of latency over `standard`, in %."""
     case = work(table.model, phase, table.batch)
     reduce, slowed = _reduce(table, link, phase), BESIDE[phase, table.batch]
     bound = name == "bound"
@@ -123,7 +123,7 @@ def improvement(table: Table, link: str, name: str, phase: Phase) -> float:
 
 
 def speedup(model: str, link: str, name: str = "ladder", vocabulary: int | None = None) -> float:
-    """Of tokens/s over standard, as in Table 1. name: of a plan; `none` has no communication."""
+    """The ratio of tokens/s over standard, as in Table 1. name: a plan; `none` has no reduces."""
     beyond = between_nodes(link) if model == TWO_NODES else 0.0
     one, other = (
         _whole(model, TABLE_1_BATCH, each, reduces(link), beyond, vocabulary)

@@ -1,4 +1,4 @@
-"""The figures of T3 that are closed forms or counts: each function computes one and scores it."""
+"""T3's figures that are closed forms or counts. Each function computes and scores one figure."""
 
 from __future__ import annotations
 

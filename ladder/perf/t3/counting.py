@@ -1,7 +1,7 @@
 """What a GPU moves to and from its DRAM (Figure 18), counted in chunks of the ring.
 
-The sequential ring is counted step by step, T3 from the maps of its `TrackMap`: nothing is fitted.
-Only the product's reads come from a model, that of the cache (`system.stage_reads`).
+The sequential ring is counted step by step, and T3 from the maps of its `TrackMap`: nothing is
+fitted. Only the product's reads come from a model, that of the cache (`system.stage_reads`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ladder.perf.t3.system import Sublayer, System
 
 @dataclass(frozen=True)
 class Accesses:
-    """In chunks. product_reads are those of the cache model."""
+    """Accesses to the DRAM in chunks. product_reads: by the cache model."""
 
     product_reads: float
     product_writes: float
@@ -26,12 +26,12 @@ class Accesses:
 
     @property
     def writes(self) -> float:
-        """The product's and the reduce-scatter's."""
+        """The writes of the product and of the reduce-scatter."""
         return self.product_writes + self.scatter_writes
 
     @property
     def counted(self) -> float:
-        """All but the product's reads."""
+        """All accesses except the product's reads."""
         return self.scatter_reads + self.writes + self.gather_reads + self.gather_writes
 
     @property
@@ -41,7 +41,7 @@ class Accesses:
 
 def sequential(degree: int, product_reads: float = 0.0) -> Accesses:
     reads = writes = 0
-    for step in range(degree - 1):  # reduce what came with the own copy, and send it
+    for step in range(degree - 1):  # add the own copy to what came, and send the sum
         reads += 1 if step == 0 else 2
         writes += 1  # what comes from the other neighbour
     reads, writes = reads + 2, writes + 1  # the last reduction
@@ -49,7 +49,7 @@ def sequential(degree: int, product_reads: float = 0.0) -> Accesses:
 
 
 def tracked(collective: TrackMap, product_reads: float = 0.0) -> Accesses:
-    """What rank 0 does under a map whose chunks are all of one size, and then an all-gather."""
+    """The accesses of rank 0 under a map whose chunks all have one size, and in an all-gather."""
     maps, world = collective.ranks[0], collective.world
     per_rank = len(collective.chunks) / world
     chunks = range(len(collective.chunks))
@@ -63,6 +63,6 @@ def tracked(collective: TrackMap, product_reads: float = 0.0) -> Accesses:
 
 
 def product_reads(case: Sublayer, system: System, bypass: bool) -> float:
-    """In chunks, by the model of the cache."""
+    """The product's reads in chunks, by the cache model."""
     reads = closed.stage_reads(case, system, bypass) * closed.stages(case, system)
     return reads / case.chunk

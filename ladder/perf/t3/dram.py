@@ -1,8 +1,8 @@
 """The queue of a DRAM, which two streams of requests fill: a product's, and communication's.
 
-The arbiter moves requests into the queue while it has room; the memory serves the queue in order.
-Round-robin takes from both streams in turn. MCA (4.5) takes communication only when the product
-asks for nothing and the queue is short, so that a later request of the product waits little.
+The arbiter moves requests into the queue while it has room, and the memory serves the queue in
+order. Round-robin takes requests from both streams in turn. MCA (4.5) takes communication only if
+the product asks for nothing and the queue is short, so that the product's next request waits less.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Stream = Literal["product", "communication"]
 
 
 class Dram:
-    """threshold: MCA's occupancy below which communication is let in; None: round-robin.
+    """threshold: MCA lets communication in below this occupancy of the queue; None: round-robin.
 
     served: each stream's picoseconds of service; trace, if a list: (time, kind, bytes) served.
     """
@@ -72,7 +72,7 @@ class Dram:
                 queue.append((request[1], request[2], own, request[3]))
 
     def _begin(self) -> int:
-        """Serve the first entry of the queue; the picoseconds that it takes."""
+        """Begin to serve the first entry of the queue. Returns the picoseconds that it takes."""
         time, _, own, _ = self._queue[0]
         self.served["product" if own else "communication"] += time
         if own != self._last:
@@ -81,7 +81,7 @@ class Dram:
         return time
 
     def _serve(self) -> None:
-        """The first entry has been served; so are all behind it until something else happens."""
+        """End the first entry's service, and serve those behind it until another event is due."""
         while True:
             _, done, _, kind = self._queue.popleft()
             if self.trace is not None:

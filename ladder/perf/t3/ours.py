@@ -13,8 +13,8 @@ CACHE = 50 * 2**20  # of an H100 and an H200
 
 
 def system_of(machine: Machine) -> System:
-    """The rates are the machine's; the DRAM's queue, the tracker, and what turning from one stream
-    to the other costs, in entries of the queue, are the paper's.
+    """The rates are the machine's. The paper gives the DRAM's queue, the tracker, and the cost of
+    turning from one stream to the other, counted in entries of the queue.
 
     Raises UserError if the machine lacks a curve.
     """
@@ -28,7 +28,7 @@ def system_of(machine: Machine) -> System:
         paper,
         units=MULTIPROCESSORS,
         clock=flops / (MULTIPROCESSORS * paper.flops_per_clock),
-        efficiency=1.0,  # of the rate that was measured
+        efficiency=1.0,  # the rate is a measured one
         link=nvlink,
         latency=1e-6 * max(0.0, latency),
         shared=True,

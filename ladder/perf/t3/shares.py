@@ -1,4 +1,4 @@
-"""Times of whole layers: what share communication has, and what fewer compute units cost.
+"""Times of whole layers: the share of communication, and the cost of fewer compute units.
 
 The breakdown of the paper's layers is not published. Here a layer is its products, attention's own
 operations, and the all-reduces; `ATTENTION` is fitted to what 6.3 says about them.
@@ -16,8 +16,9 @@ from ladder.perf.t3.system import FORWARD, Model, Sublayer, System, sublayer
 Phase = Literal["training", "prompt"]
 PHASES: tuple[Phase, ...] = ("training", "prompt")
 CONTEXT = 1024  # tokens of a sequence, Table 2
-# Seconds of attention's own operations, forward, for each token x token of context x width / TP:
-# with it they are 42.5 % of the time on average over MODELS and PHASES. Backward takes twice that.
+# Seconds of attention's own operations, forward, for each token x token of context x width / TP.
+# With this value they are 42.5 % of the time on average over MODELS and PHASES. Backward takes
+# twice as long.
 ATTENTION = 1.422e-12
 PRODUCTS = 24  # floating-point operations of a layer's products, forward: x tokens x width^2 / TP
 # Futuristic models (Figure 4) of a given number of parameters, TP 64. Their shapes are not given;
@@ -32,8 +33,8 @@ COPY = 17.47e9
 
 @dataclass(frozen=True)
 class Layer:
-    """Seconds of one layer. sliced: by kind, the products that need an all-reduce; reduces: all
-    all-reduces; other: what else there is, `attention` included."""
+    """Seconds of one layer. sliced: by kind, the products that need an all-reduce. reduces: all
+    all-reduces. other: all other operations, including `attention`."""
 
     sliced: Mapping[str, float]
     reduces: float
@@ -49,7 +50,7 @@ class Layer:
         return self.reduces / self.total
 
     def sped_up(self, speedups: Mapping[str, float], reduce: float) -> float:
-        """The speedup of the layer where its sublayers have these; `reduce` is one all-reduce."""
+        """The layer's speedup by those of its sublayers. reduce: seconds of one all-reduce."""
         sliced = sum((time + reduce) / speedups[kind] for kind, time in self.sliced.items())
         return self.total / (self.other + sliced)
 
@@ -74,14 +75,15 @@ def layer(model: Model, degree: int, phase: Phase, system: System) -> Layer:
 
 
 def split_product(case: Sublayer, system: System, units: int) -> float:
-    """A product on some of the compute units."""
+    """Seconds of a product on some of the compute units."""
     return closed.gemm(case, replace(system, units=units))
 
 
 def split_all_reduce(case: Sublayer, system: System, units: int) -> float:
-    """An all-reduce on some of the compute units, which move at most COPY bytes a second each.
+    """Seconds of an all-reduce on some compute units, which move at most COPY bytes a second each.
 
-    A step of the reduce-scatter reads two chunks and writes one, one of the all-gather half of it.
+    A step of the reduce-scatter reads two chunks and writes one; a step of the all-gather reads one
+    and writes one.
     """
     moved = units * COPY
     steps = case.degree - 1

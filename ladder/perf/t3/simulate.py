@@ -1,10 +1,10 @@
-"""A product and the collective behind it, on one GPU of many that do the same, event by event.
+"""A product and the collective behind it, event by event, on one of many GPUs that do the same.
 
-What the other GPUs send is what this one sends, at the same times (5.1.1). A product is a row of
-stages: steps that compute with inputs read one step ahead, then a burst of writes; the next stage
-starts when they are done. The collective is a `TrackMap`, the same declaration that `ladder.ops`
-compiles for a real kernel: which blocks the product stores to a peer, which ones a copy engine
-moves, and after how many updates.
+The other GPUs send the same as this one, at the same times (5.1.1). A product is a sequence of
+stages. A stage computes in steps, whose inputs are read one step ahead, and ends with a burst of
+writes; then the next stage starts. The collective is a `TrackMap`, the same declaration that
+`ladder.ops` compiles for a real kernel: which blocks the product stores to a peer, which blocks a
+copy engine moves, and after how many updates.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ladder.perf.t3 import system as closed
 from ladder.perf.t3.dram import Dram
 from ladder.perf.t3.system import Collective, Sublayer, System
 
-PIECES = 256  # of a chunk, in the reduce-scatter alone
+PIECES = 256  # the pieces of a chunk, in the reduce-scatter alone
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """product, end: seconds until the product and all of it have ended. memory: the DRAM's seconds
-    of service for each stream. trace: see `Dram`."""
+    """product, end: seconds until the end of the product and until the end of everything. memory:
+    the DRAM's seconds of service for the product and for communication. trace: see `Dram`."""
 
     product: float
     end: float
@@ -36,9 +36,9 @@ class Outcome:
 
 @lru_cache
 def track_map(kind: Collective, degree: int, blocks: int) -> TrackMap:
-    """A collective of a product in `blocks` blocks for each rank; a block is a tile here.
+    """The collective of a product in `blocks` blocks for each rank; a block is a tile here.
 
-    Where each rank sends to all others, a stage computes blocks for all of them (7.1).
+    If each rank sends to all others, a stage computes blocks for all of them (7.1).
     """
     rows = degree * blocks
     if kind == "ring":
@@ -59,7 +59,7 @@ def track_map(kind: Collective, degree: int, blocks: int) -> TrackMap:
 
 
 def threshold(case: Sublayer, system: System) -> int:
-    """MCA's limit, by the share of time for which the product alone keeps the DRAM busy (4.5)."""
+    """MCA's threshold, by the share of time that the product alone keeps the DRAM busy (4.5)."""
     count = closed.stages(case, system)
     moved = closed.stage_reads(case, system, bypass=True) * count + case.output
     share = moved / system.burst / closed.gemm(case, system)
@@ -86,7 +86,7 @@ def fused(
 def scatter(case: Sublayer, system: System) -> float:
     """The seconds of the ring reduce-scatter alone, on compute units, in pieces of each chunk.
 
-    A step begins when all of the last one's chunk has come and is written.
+    A step begins when the whole chunk of the step before has come and is written.
     """
     engine = Engine()
     dram = Dram(engine, system)
@@ -97,7 +97,7 @@ def scatter(case: Sublayer, system: System) -> float:
     def begin() -> None:
         nonlocal written
         written = 0
-        copies = 1 if step == 0 else 2  # the own one, and the one that has come
+        copies = 1 if step == 0 else 2  # the own copy, and the one that has come
         for _ in range(PIECES):
             dram.add("communication", "reads", copies * size, 1, lambda: link.send(size, arrive))
 
@@ -120,7 +120,7 @@ def scatter(case: Sublayer, system: System) -> float:
 
 
 def speedup(case: Sublayer, system: System, mca: bool, kind: Collective = "ring") -> float:
-    """Over the product, the collective and the gather one after the other."""
+    """The speedup over the product, the collective and the gather one after the other."""
     together = fused(case, system, mca, kind=kind).end + closed.gather(case, system, kind)
     return closed.sequential(case, system, kind) / together
 
@@ -220,7 +220,7 @@ class _Run:
             self._write()
 
     def _write(self) -> None:
-        """Write a stage's output; what a remote map sends away needs no write here."""
+        """Write a stage's output. Blocks that a remote map sends away need no write here."""
         self.stage += 1
         local = self.case.output / self.stages
         kept: list[int] = []  # places
@@ -257,12 +257,12 @@ class _Run:
     # ---- the collective
 
     def _cost(self, place: int) -> float:
-        """Of a write to a place: a store, or an update near the memory."""
+        """The cost of a write to a place, in stores: a store, or an update near the memory."""
         assert self.map is not None
         return self.system.update if self.map.updates(0, place) > 1 else 1
 
     def _send(self, chunk: int) -> None:
-        """Put a block on the link; a peer's then comes, to the place of its map."""
+        """Send a block over the link. A peer's block then arrives at the place of its map."""
         assert self.map is not None
         n = self.number[chunk]
         place = self.places[n]

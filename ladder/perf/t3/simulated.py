@@ -1,4 +1,4 @@
-"""The figures of T3 that are simulated: each function computes one and scores it."""
+"""T3's figures that are simulated. Each function computes and scores one figure."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def figure_20(system: System) -> Result:
     rows, scores = [], []
 
     def means(speed: Callable[[Sublayer, System], float]) -> str:
-        """Of FC-2 at TP 16, on both GPUs."""
+        """The mean of `speed` for FC-2 at TP 16, on both GPUs, in words."""
         wide = [sublayer(model, "FC-2", 16) for model in MODELS]
         before, after = (geomean([speed(case, at) for case in wide]) for at in (system, double))
         return f"{before:.2f} to {after:.2f}x"
@@ -239,7 +239,7 @@ def figure_20(system: System) -> Result:
 
 
 def speedups(case: Sublayer, system: System) -> dict[str, float]:
-    """By SERIES."""
+    """The speedups of a sublayer, by SERIES."""
     total = closed.sequential(case, system)
     return {
         IDEAL: total / closed.ideal(case, system),

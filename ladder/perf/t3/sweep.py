@@ -25,7 +25,7 @@ DEGREES = (4, 8, 16, 32, 64)
 
 
 def sweep_of(machine: Machine | None) -> Study:
-    """The paper's system; or a machine's rates with the paper's tracker and queue."""
+    """The sweep on the paper's system, or on a machine's rates with its tracker and queue."""
     if machine is None:
         return Study(SOURCE, [sweep()], FITTED, DECLARED)
     fitted = {"switch, in entries of the queue": "Figure 16's T3: 20 % geomean, on its own system"}

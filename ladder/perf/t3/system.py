@@ -1,7 +1,7 @@
 """The system and the sublayers of T3 (Tables 1 and 2), and closed forms of one operation's time.
 
-Times are in seconds. What the paper does not give is either declared, where a value is usual, or
-fitted to a number of the paper; FITTED says which and to what. Nothing else is fitted.
+Times are in seconds. A value that the paper does not give is declared if there is a usual one, or
+else fitted to a number of the paper; FITTED says which and to what. Nothing else is fitted.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Collective = Literal["ring", "direct", "all-to-all"]  # direct, all-to-all: 7.1
 class System:
     """One GPU of a ring.
 
-    link: bytes a second and direction, half of the bidirectional 150 GB/s. shared: one link to a
-    switch carries what goes to all peers; else each peer has a link of its own. burst: bytes a
-    second of a product's writes, and of all traffic in the queue of the DRAM. reduce: bytes a
-    second of the last reduction of a reduce-scatter. update: what a near-memory op-and-store costs,
-    in stores. switch: seconds that the DRAM loses when its queue turns from one stream to the
-    other. tile, inner, per_cu: a workgroup computes tile x tile elements in steps of `inner`, and
-    each compute unit holds `per_cu` of them. queue, entry: the DRAM's queue, in entries of so many
-    bytes (32 channels x 256 B). thresholds: occupancies below which MCA lets communication in, each
-    with the least share of the DRAM's time that its product takes.
+    link: bytes a second in each direction, half of the bidirectional 150 GB/s. shared: whether one
+    link to a switch carries the traffic to all peers; if not, there is a link to each peer. burst:
+    bytes a second of a product's writes, and of all traffic in the queue of the DRAM. reduce: bytes
+    a second of the last reduction of a reduce-scatter. update: the cost of a near-memory
+    op-and-store, in stores. switch: seconds that the DRAM loses when its queue turns from one
+    stream to the other. tile, inner, per_cu: a workgroup computes tile x tile elements in steps of
+    `inner`, and each compute unit holds `per_cu` workgroups. queue: of the DRAM, in entries of
+    `entry` bytes (32 channels x 256 B). thresholds: (least share of the DRAM's time that the
+    product takes, occupancy below which MCA lets communication in).
     """
 
     units: int = 80
@@ -46,11 +46,11 @@ class System:
     queue: int = 64
     entry: int = 8192
     thresholds: tuple[tuple[float, int], ...] = ((0.3, 5), (0.2, 10), (0.1, 30), (0.0, 64))
-    blocks: int = 4  # that a chunk of the ring is moved in
+    blocks: int = 4  # in which a chunk of the ring is moved
 
     @property
     def flops(self) -> float:
-        """Of products, a second."""
+        """Floating-point operations of products a second."""
         return self.efficiency * self.units * self.clock * self.flops_per_clock
 
 
@@ -111,12 +111,12 @@ class Sublayer:
 
     @property
     def output(self) -> int:
-        """Bytes."""
+        """Bytes of the result."""
         return 2 * self.tokens * self.width
 
     @property
     def chunk(self) -> float:
-        """Bytes of one of the parts that travel the ring."""
+        """Bytes of one of the chunks that travel around the ring."""
         return self.output / self.degree
 
     @property
@@ -157,16 +157,16 @@ def all_gather(case: Sublayer, system: System) -> float:
 
 
 def reduce_scatter(case: Sublayer, system: System, near_memory: bool = False) -> float:
-    """The ring: as an all-gather, and the reduction of the last chunk, which nothing hides.
+    """A ring takes as long as an all-gather, plus the last chunk's reduction, which nothing hides.
 
-    near_memory: reductions happen in the memory.
+    near_memory: whether reductions happen in the memory.
     """
     last = 0.0 if near_memory else 3 * case.chunk / system.reduce
     return all_gather(case, system) + last
 
 
 def collective(case: Sublayer, system: System, kind: Collective) -> float:
-    """What follows the product and can overlap with it."""
+    """The collective that follows the product and can overlap with it."""
     if kind == "ring":
         return reduce_scatter(case, system)
     received = _direct(case, system)
@@ -175,14 +175,14 @@ def collective(case: Sublayer, system: System, kind: Collective) -> float:
 
 
 def gather(case: Sublayer, system: System, kind: Collective) -> float:
-    """What follows that, and does not overlap."""
+    """The gather that follows the collective and does not overlap."""
     if kind == "ring":
         return all_gather(case, system)
     return 0.0 if kind == "all-to-all" else _direct(case, system)
 
 
 def _direct(case: Sublayer, system: System) -> float:
-    """A chunk to each peer."""
+    """Sending a chunk to each peer."""
     links = case.degree - 1 if system.shared else 1
     return links * case.chunk / system.link + system.latency
 
@@ -194,7 +194,8 @@ def sequential(case: Sublayer, system: System, kind: Collective = "ring") -> flo
 def ideal(
     case: Sublayer, system: System, near_memory: bool = False, kind: Collective = "ring"
 ) -> float:
-    """The longer one of product and collective, then the gather. near_memory: of the ring."""
+    """The longer one of product and collective, then the gather. near_memory: a ring's reductions
+    happen in the memory."""
     second = reduce_scatter(case, system, True) if near_memory else collective(case, system, kind)
     return max(gemm(case, system), second) + gather(case, system, kind)
 
@@ -208,9 +209,9 @@ def stages(case: Sublayer, system: System) -> int:
 def stage_reads(case: Sublayer, system: System, bypass: bool) -> float:
     """Bytes that one stage reads from the DRAM.
 
-    bypass: the outputs do not pass through the cache, so that it has more room for inputs. All
-    inputs stay in the cache where they fit; else each is read once where the weight fits beside the
-    rows of a stage; else each stage reads its rows and columns, eight tiles high.
+    bypass: whether outputs bypass the cache, which leaves more room for inputs. If all inputs fit,
+    they stay in the cache. Else, if the weight fits beside the rows of a stage, each input is read
+    once. Else each stage reads the rows and columns of its tiles, which are eight tiles high.
     """
     count = stages(case, system)
     rows, weight = case.inputs
