@@ -80,7 +80,7 @@ RESULTS, TABLE = "adapt.jsonl", "adapt.txt"
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise UserError for numbers that cannot be met."""
+    """Raise UserError for numbers out of range."""
     for name, values in (("share", [options.share]), ("rate", [options.rate]),
                          ("rates", options.rates)):  # fmt: skip
         for value in values:
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     original = read_config(newest(options.standard))
     layers = free_layers(original.plan)
     half = options.choices == "half"
-    hows = ("last", "cheapest", "both")  # which of them, the sensitivity says
+    hows = ("last", "cheapest", "both")  # the sensitivity says which of them there are
     possible = [[(how, (*range(size),)) for size in sizes(len(layers))] for how in hows]
     possible = [last_half(layers)] if half else possible
     named_points(options, [p for each in possible for p in points(options, recipe, each, original)])
@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
         return f"{said}{records[-1]['wall_s']:.0f} s"
 
     def expected_s(point: Point) -> float:
-        """The longest time of a point of the same kind; 0 before one has ended."""
+        """The longest time of finished points of the same kind; 0 if there is none."""
         ways = [r["wall_s"] for r in records if r.get("way") == point.about.get("way")]
         return max(ways, default=0.0)
 
@@ -163,7 +163,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def named_points(options: argparse.Namespace, every: list[Point]) -> list[Point]:
-    """The points that `--only` names. Raises UserError where it names none."""
+    """The points that `--only` names. Raises UserError if it names none."""
     chosen = [p for p in every if any(fnmatch.fnmatch(p.name, each) for each in options.only)]
     if not chosen:
         known = ", ".join(dict.fromkeys(point.name for point in every))
@@ -278,5 +278,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running jobs are ended, too
     sys.exit(main())

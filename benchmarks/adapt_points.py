@@ -21,9 +21,9 @@ from ladder.models.errors import UserError
 from ladder.models.plan import Plan
 from ladder.train.config import DISTILLING, TrainConfig, load_train_config
 
-SIZES = (0.5, 0.625)  # of the layers: 16 and 20 of 32 in the paper's Table 4
+SIZES = (0.5, 0.625)  # shares of the layers: 16 and 20 of 32 in the paper's Table 4
 WAYS = ("plain", "distil", "progressive", "progressive-distil")
-FEW_WAYS = ("distil", "plain")  # of the last half alone, the better one first
+FEW_WAYS = ("distil", "plain")  # for --choices half, the better way first
 LADDER, UNSCALED = "ladder", "-one"
 OWN = ("init", "data", "out", "plan", "model", "teacher", "convert_layers", "steps", "epochs", "lr",
        "tp", "tp_degree")  # fmt: skip
@@ -39,8 +39,8 @@ Choice = tuple[str, tuple[int, ...]]  # how the layers were chosen, and which
 class Point:
     """A model to make with a `ladder` command, and to measure.
 
-    measured: the words of `measure`; none: the command measures itself. plan: written to a file
-    that the command names.
+    measured: the arguments of `adapt.py measure`; (): the command itself measures. plan: the plan
+    to write to the file that the command names.
     """
 
     name: str
@@ -84,10 +84,10 @@ class Recovery:
 
 
 def recovery(options: argparse.Namespace) -> Recovery:
-    """The recipe of the recovery: the standard model's, but for batch, learning rate and order.
+    """The recipe of the recovery: the standard model's with another batch, rate and order.
 
-    The batch is halved until there are STEPS steps. The rate rises to `--rate` of the peak in a
-    tenth of the steps and falls to 0. The data has another order."""
+    The batch is halved until there are STEPS steps. The learning rate rises to `--rate` of the
+    peak in a tenth of the steps and falls to 0. Another seed gives the data another order."""
     file = options.standard / "recipe.json"
     if not file.is_file():
         raise UserError(f"--standard={options.standard} is no run: {file} does not exist")
@@ -102,7 +102,7 @@ def recovery(options: argparse.Namespace) -> Recovery:
              f"micro_batch_size={math.gcd(before.micro_batch_size, batch)}", "min_lr=0",
              f"seed={before.seed + 1}", f"distill_weight={WEIGHT}", "eval_windows=1",
              "tensorboard=false"]  # fmt: skip
-    teacher = f"teacher={options.standard}"  # of some points: the words of others have no weight
+    teacher = f"teacher={options.standard}"  # for points that distil; others get no distill_weight
     after = load_train_config(
         str(file), replaced([*words, teacher, "warmup_steps=0"], options.overrides)
     )
@@ -118,7 +118,7 @@ def recovery(options: argparse.Namespace) -> Recovery:
 
 
 def replaced(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """The words `key=value`, but for keys that an override has; then the overrides."""
+    """The words `key=value` without those that an override replaces, then the overrides."""
     keys = {override.partition("=")[0] for override in overrides}
     return [*(word for word in words if word.partition("=")[0] not in keys), *overrides]
 
@@ -137,12 +137,12 @@ def sizes(layers: int) -> list[int]:
 
 
 def last_half(layers: Sequence[int]) -> list[Choice]:
-    """The paper's choice alone, for which no sensitivity is measured."""
+    """Only the paper's choice, the last half of the layers, which needs no sensitivity."""
     return [("last", tuple(layers[-sizes(len(layers))[0] :]))]
 
 
 def choices(found: dict[str, Any]) -> list[Choice]:
-    """The last layers, and the cheapest where these differ."""
+    """For each size the last layers, and the cheapest if these differ."""
     ranked = [cost["layers"][0] for cost in found["singles"]]
     chosen: list[Choice] = []
     for size in sizes(len(ranked)):
@@ -157,8 +157,8 @@ def choices(found: dict[str, Any]) -> list[Choice]:
 def wired(wiring: str, layers: Sequence[int], original: ModelConfig, degree: int) -> ModelConfig:
     """The original model with some layers wired as `wiring`, the others as `standard`.
 
-    wiring: a preset, a plan of benchmarks/quality_plans.py, or either with `-one`, whose own
-    partials are not scaled. degree: T, where the plan depends on it.
+    wiring: a preset or a plan of benchmarks/quality_plans.py; with `-one` at its end, own partials
+    are not scaled. degree: T, for plans that depend on it.
     """
     base = wiring.removesuffix(UNSCALED)
     try:

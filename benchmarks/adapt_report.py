@@ -41,7 +41,10 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def recovered(record: dict[str, Any], records: Sequence[dict[str, Any]]) -> float | None:
-    """(zero-shot - after) / (zero-shot - original) in bits per byte, of the same layers."""
+    """The share of the zero-shot loss that a point recovers, in bits per byte; None: unknown.
+
+    (zero-shot - after) / (zero-shot - original), for the same layers and plan.
+    """
     original = _bits(records, way="original")
     before = _bits(records, way="zero-shot", layers=record["layers"], plan=record["plan"])
     if original is None or before is None or before == original or not record["tokens"]:
@@ -81,7 +84,7 @@ def rows(records: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def _sorted(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The points, those of the same layers and plan side by side, in the order of WAYS."""
+    """The points: the same layers and plan side by side, and in these the order of WAYS."""
     points = [record for record in records if "way" in record]
     plans = list(dict.fromkeys(each["plan"] for each in points))
     return sorted(
@@ -110,7 +113,7 @@ def beside(records: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def tables(records: Sequence[dict[str, Any]]) -> list[list[list[str]]]:
-    """The plans side by side, and every point; without columns of which nothing is known."""
+    """The tables of the plans side by side, and of every point; without empty columns."""
     found = [[list(BESIDE), *beside(records)], [list(COLUMNS), *rows(records)]]
     kept = [[n for n, cells in enumerate(zip(*table, strict=True)) if {*cells[1:]} - {"-"}]
             for table in found]  # fmt: skip
@@ -161,7 +164,7 @@ def write_page(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
 
 
 def _by_share(records: Sequence[dict[str, Any]]) -> tuple[str, Callable[[], Figure] | None]:
-    """The finding, and what draws its figure: which way recovers most of what the plan costs."""
+    """Which way recovers most of what the plan costs: a sentence, and what draws its figure."""
     shares = {
         f"{each['name']} ({each['plan']})": share
         for each in records
@@ -187,7 +190,10 @@ def _by_share(records: Sequence[dict[str, Any]]) -> tuple[str, Callable[[], Figu
 
 
 def _by_wiring(records: Sequence[dict[str, Any]]) -> tuple[str, Callable[[], Figure] | None]:
-    """The same: which plan ends nearest to the original. Shares are of a loss of its own."""
+    """Which plan ends nearest to the original: as `_by_share`.
+
+    Shares are not compared here, since each plan has a zero-shot loss of its own.
+    """
     original = _bits(records, way="original")
     if original is None:
         return "The original was not measured beside these points.", None
@@ -211,7 +217,7 @@ def _by_wiring(records: Sequence[dict[str, Any]]) -> tuple[str, Callable[[], Fig
 
 
 def _factor(record: dict[str, Any]) -> str:
-    """What a point at another learning rate has in its name."""
+    """The multiple of the learning rate in a point's name, as ` x0.5`; '' if it has none."""
     found = FACTOR.search(record["name"])
     return "" if found is None else f" {found[1]}"
 

@@ -26,7 +26,7 @@ without its reduces, as `none` is standard."""
 
 
 def train_page(records: Records) -> tuple[str, str]:
-    """A table for each shape of each run; the one with the most points is drawn."""
+    """A table for each shape of each run, and a figure of the one with the most points."""
     tables = grouped(records, lambda record: [sitting(record), shape(record["point"])])
     leading = grouped(max(tables, key=len), lambda record: record["point"]["layout"])[0]
     steps = {label(TrainingPoint(**record["point"])): record["result"] for record in leading}

@@ -6,10 +6,10 @@
 Writes the checkpoint in Hugging Face's format, bfloat16, in FOLDER (a temporary one by default),
 then runs each conversion in its own process, last `--to hf` of the standard conversion. Peak memory
 is the process's largest resident set, including mapped pages of files (VmHWM; getrusage's value
-includes the parent process). `imports` is that of a process that only imports the command. The time
-is compared with a copy by `cp`, with the disk synchronised, and with SHA-256 of the bytes in one
-thread: a conversion reads and writes once, reads back once, and hashes both times. The last line is
-JSON.
+includes the parent process). `imports` is the peak of a process that only imports the command. The
+time is compared with a copy by `cp`, with the disk synchronised, and with SHA-256 of the bytes in
+one thread: a conversion reads and writes once, reads back once, and hashes both times. The last
+line is JSON.
 """
 
 from __future__ import annotations

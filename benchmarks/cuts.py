@@ -3,19 +3,19 @@
     python benchmarks/cuts.py --cuts down=4x1024x2,2x4096x8 gate-up=1x2048x4 [--model llama-3-8b]
         [--plan ladder] [--batch 1] [--weights fp8] [--layers 8] [--context 1024] [--ranks 4]
 
-A cut is BLOCKxSTEPxWARPS; of products in tiles (as of 3 rows and more) BLOCKxSTEPxWARPSxSTAGES, and
-then xPARTS; `s` behind it swaps the operands (`ladder.kernels.decode_shapes.Cut`). Products: qkv,
-o, gate-up, down, head. They are tried one after the other. The cuts of a product take turns with
-the best so far, which is what `decode_shapes.blocks` chooses until a cut takes 0.2 % less. Chains
-of products (products.py) do not tell which cuts are fast in a step: there the next kernel is
-another one, and begins before a product has ended.
+A cut is BLOCKxSTEPxWARPS. For products in tiles (from 3 rows on) it is BLOCKxSTEPxWARPSxSTAGES, and
+xPARTS may follow; `s` at the end swaps the operands (`ladder.kernels.decode_shapes.Cut`). The
+products are qkv, o, gate-up, down and head; they are tried one after the other. The cuts of a
+product take turns with the best so far, which is what `decode_shapes.blocks` chooses until a cut
+takes 0.2 % less. Chains of products (products.py) do not tell which cuts are fast in a step: in a
+step the next kernel is another one, and begins before a product has ended.
 
-With --ranks the model is one rank's part: its products push as one of so many ranks does, but to
-slots of all ranks on its own GPU, and landings wait for these. That is what a rank's step takes
-beside the links.
+With --ranks the model is the part of one of so many ranks. Its products push to the slots of all
+ranks, which are all on its own GPU, and landings wait for these slots. So the time is that of a
+rank's step without the links.
 
-Random weights and cache. A cut whose logits are not those of today's but for rounding is named and
-not timed, and makes the exit status 1. The last line is JSON, in microseconds a step.
+Random weights and cache. A cut whose logits differ from those of today's by more than rounding is
+named, not timed, and makes the exit status 1. The last line is JSON, in microseconds a step.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def parse_cut(text: str, rows: int) -> Cut:
 
 
 def parse_cuts(words: list[str], rows: int, known: Mapping[str, Key]) -> dict[str, dict[str, Cut]]:
-    """By product, then as written."""
+    """By product, the cuts by their text."""
     found = {}
     for word in words:
         name, _, cuts = word.partition("=")
@@ -92,7 +92,7 @@ def parse_cuts(words: list[str], rows: int, known: Mapping[str, Key]) -> dict[st
 
 @contextmanager
 def cut_as(chosen: Mapping[Key, Cut]) -> Iterator[None]:
-    """Within, the products of these keys are cut so when a step is captured."""
+    """Inside, captured steps cut the products of these keys as given."""
     today = decode_shapes.blocks
     parameters = inspect.signature(today)
 
@@ -111,8 +111,8 @@ def cut_as(chosen: Mapping[Key, Cut]) -> Iterator[None]:
 
 @contextmanager
 def pushing_to_itself(ranks: int) -> Iterator[None]:
-    """Within, decode steps push to slots of so many ranks, all of them this GPU's. With 1 nothing
-    is changed."""
+    """Inside, decode steps push to slots of so many ranks, all on this GPU. ranks=1 changes
+    nothing."""
     begin = DecodeReducer.__init__
     found: dict[tuple[DecodeReducer, torch.Size], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -124,7 +124,7 @@ def pushing_to_itself(ranks: int) -> Iterator[None]:
         like, decode = self.residual.flatten(0, -2), self.decode
         if (decode, like.shape) not in found:  # before a step is captured
             slots = like.new_full((decode.sets, ranks, *like.shape), -0.0)  # empty
-            # So that what rank 0 pushes to each rank's slots is in those of all ranks here.
+            # Rank 0's slot on rank r is rank r's slot here, so one push fills the slots of all.
             addresses = [slots[0, rank].data_ptr() for rank in range(ranks)]
             found[decode, like.shape] = slots, torch.tensor(addresses, device=like.device)
         slots, buffers = found[decode, like.shape]
@@ -162,7 +162,7 @@ def step(session: Session, context: int) -> torch.Tensor:
 
 
 def same_logits(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """But for rounding in another order; NaN is never the same."""
+    """Whether logits differ by rounding in another order at most; NaN is never the same."""
     return bool((found - expected).square().mean().sqrt() <= SAME * expected.std())
 
 
@@ -172,7 +172,7 @@ def replays(graph: torch.cuda.CUDAGraph) -> None:
 
 
 def in_turns(sessions: Mapping[str, Session], context: int) -> dict[str, float]:
-    """Microseconds of a step of each, medians over turns."""
+    """Microseconds of a step of each session, medians over turns."""
     times: dict[str, list[float]] = {name: [] for name in sessions}
     for turn in range(TURNS):
         for name, session in sessions.items():

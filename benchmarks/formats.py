@@ -7,10 +7,10 @@
 `run` measures each model folder in each format, on the held-out text of a folder of `ladder data
 prepare`: bits per byte; the divergence KL(model in float32 || model in the format), in nats per
 token; the tasks of the offline suite (which needs the extra `eval`), built from the same text. The
-activations are in --dtype, but for the format `float32`. Formats with `reduce` are for several
+activations are in --dtype, but for the format `float32`. Formats with `reduce` need several
 ranks: with torchrun, all formats run on its ranks.
 
-Lines go to `--out`/formats.jsonl, a table to formats.txt. What is in that file is skipped.
+Lines go to `--out`/formats.jsonl, a table to formats.txt. Measurements in the former are skipped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ladder.records import append, facts
 SEQ_LEN = 1024  # tokens; less if the model's context is shorter
 RESULTS, TABLE = "formats.jsonl", "formats.txt"
 KEYS = ("model", "format", "dtype", "ranks")
-MEASURED = (*KEYS, "tokens")  # of a record
+MEASURED = (*KEYS, "tokens")  # of records that agree in these the newest counts
 # The arguments of `load_for_inference`, and the type of the cache.
 FORMATS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
@@ -60,7 +60,7 @@ FORMATS: dict[str, dict[str, str]] = {
     "reduce int8": {"reducer": "async-int8"},
     "reduce fp8": {"reducer": "async-fp8"},
 }
-# Of the suite, the figure of each task that is shown: by name, with its unit.
+# The metric that is shown of each task of the suite.
 SHOWN = {
     "local_heldout": "bits_per_byte",
     "local_cloze": "acc",
@@ -177,7 +177,7 @@ def run(options: argparse.Namespace) -> int:
         chosen = suites.entries(["offline"], None)
         if main:
             offline.build_tasks([str(options.data)], options.out / "offline")
-        launch.from_first(None)  # the data is there
+        launch.from_first(None)  # wait for the data
         tasks = suites.load(chosen, options.out / "offline")
     done = launch.from_first(
         {measured_as(each) for each in read(file, MEASURED, "formats.py")}
@@ -207,7 +207,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measured_as(record: dict[str, Any]) -> tuple[Any, ...]:
-    """What a pass is told apart by. Older records, without windows, are of all."""
+    """The key of a measurement. Older records lack `windows`: they are of all windows."""
     return (*(record[key] for key in KEYS), record.get("windows"))
 
 

@@ -55,7 +55,7 @@ class Started(Generic[J]):
 
     @property
     def arguments(self) -> list[str]:
-        """Those of Python, as the process got them."""
+        """The arguments of Python, as the process got them."""
         return [str(each) for each in cast("list[str]", self.process.args)[1:]]
 
     @property
@@ -64,7 +64,7 @@ class Started(Generic[J]):
 
 
 def add_report(verbs: Any, table: Callable[[Path], str]) -> None:
-    """The verb `report FILE` of a script's subparsers, which prints the table of the file."""
+    """Add the verb `report FILE`, which prints a file's table, to a script's subparsers."""
 
     def report(options: argparse.Namespace) -> int:
         if options.file.is_file() and not options.file.stat().st_size:
@@ -78,7 +78,8 @@ def add_report(verbs: Any, table: Callable[[Path], str]) -> None:
 
 
 def finish(options: argparse.Namespace) -> int:
-    """Run the verb of a command line; the exit code, 2 for a user's mistake, 130 interrupted."""
+    """Run the verb of a command line; returns the exit code: 2 for a user's mistake, 130 if
+    interrupted."""
     try:
         code: int = options.verb(options)
     except UserError as error:

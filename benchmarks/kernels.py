@@ -4,10 +4,10 @@
     python benchmarks/kernels.py [--check] --rows 1 16 --contexts 8192 32768 131072 [--splits 32 64]
 
 Each time is the median over replays of one CUDA graph of many calls, divided by the calls. Every
-call has its own weights (or cache, or prompt), together larger than the L2 cache, but for `tiny`,
-whose calls measure the launch. The floor is the bytes that must move divided by the bandwidth of a
-large copy (read + write) in the same run; where it is negligible, none is given. "plain" is, in the
-same run and also in a graph:
+call has its own weights (or cache, or prompt), together larger than the L2 cache, except for
+`tiny`, whose calls measure the launch. The floor is the bytes that must move divided by the
+bandwidth of a large copy (read + write) in the same run; where it is negligible, none is given.
+"plain" is, in the same run and also in a graph:
 
 - project: F.linear (cuBLAS). `norm` includes the norm of the input, which plain excludes; `gated`
   includes SwiGLU, plain in one matmul of both halves.
@@ -17,7 +17,7 @@ same run and also in a graph:
   the used part of the cache without a mask; nothing for a cache in e4m3.
 
 --contexts times decode_attention alone, over caches full of so many tokens, in bfloat16 and in
-e4m3: how it is cut into programs, and with --splits other numbers of splits beside it.
+e4m3. Each line says how it is cut into programs; --splits times other numbers of splits beside it.
 
 The last line is JSON.
 """
@@ -109,7 +109,7 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def layer(shape: tuple[int, int, int, int, int]) -> list[tuple[str, int, int, bool, bool]]:
-    """The products of a layer: name, outputs, inputs, whether of a norm, whether gated."""
+    """The products of a layer: name, outputs, inputs, whether a norm precedes it, whether gated."""
     hidden, heads, kv, size, inner = shape
     return [
         ("qkv", (heads + 2 * kv) * size, hidden, True, False),
@@ -176,7 +176,7 @@ def attention(
     batch: int, heads: int, kv: int, size: int, length: int, used: int, e4m3: bool = False,
     splits: int | None = None,
 ) -> Case:  # fmt: skip
-    """splits: in place of the chosen number."""
+    """splits: the number of splits; None: the number that `chosen` gives."""
     bytes_read = 2 * batch * kv * used * (size + 1 if e4m3 else 2 * size)
     # No more than 8 GB of caches: at such sizes a few of them exceed L2.
     count = min(len(copies(bytes_read)), max(2, int(8e9 / (bytes_read * length / used))))
@@ -219,7 +219,7 @@ def attention(
 def chosen(
     sequences_and_heads: int, length: int, size: int, group: int, e4m3: bool = False
 ) -> tuple[int, int, int, int]:
-    """How `decode_attention` is cut, for bfloat16; e4m3: the cache is in it."""
+    """How `decode_attention` is cut into programs, in bfloat16. e4m3: the cache is in e4m3."""
     dims = max(16, jit.triton.next_power_of_2(size))
     pairs = e4m3 and attention_shapes.in_pairs(torch.bfloat16, size, group)
     return attention_shapes.shape(sequences_and_heads, length, dims, 2 * dims, e4m3, pairs=pairs)

@@ -29,7 +29,8 @@ CALIBRATION = (
     "2026-11-21-train-ahead-h200x4.jsonl",
     "2026-11-21-train-8b-again-h200x4.jsonl",
 )
-# H100s as a user would describe them: all of `ladder bench machine`, and records to calibrate by.
+# H100s, described as by a user: a whole file of `ladder bench machine`, and records to calibrate
+# by.
 H100S = {
     1: (
         "2026-11-24-machine-h100x1.json",
@@ -42,13 +43,14 @@ H100S = {
         "2026-11-26-train-8b-h100x2.jsonl",
     ),
 }
-# Of today's kernels, on one GPU.
+# Records of today's kernels on one GPU.
 TODAY = (
     "2026-11-24-eight-bits-few-rows-h200.jsonl",
     "2026-11-24-int8-h200.jsonl",
     "2026-11-24-quarter-8b-h200.jsonl",
 )
-# Of four H200s: what is taken of a file of `ladder bench machine`, and records to calibrate by.
+# Four H200s: files of `ladder bench machine`, the parts that are taken from each, and records to
+# calibrate by.
 FOUR_MEASURED = "2026-11-27-machine-h200x4.json"
 FOUR_PARTS = "exchange", "product_beside_direct", "direct_beside_product"
 PEERS_MEASURED, PEERS_PARTS = "2026-11-29-machine-peer-h200x4.json", ("peer-copy",)
@@ -64,25 +66,25 @@ STEPS_CALIBRATION = (
     "2026-11-27-inference-keys-64-h200x4.jsonl",
     "2026-11-27-fp8-again-h200x4.jsonl",
 )
-# And attention over long contexts and over a cache in fp8, of kernels from 48081be on.
+# Attention over long contexts and over a cache in fp8, with the kernels from commit 48081be on.
 LONG_MEASURED, LONG_KEYS = "2026-11-30-machine-attention-h200x1.json", 4096
-# And by weights in fp8, whose products O and down take float16.
+# Records to calibrate steps with weights in fp8 by, whose products O and down take float16 inputs.
 HALVES_CALIBRATION = (*STEPS_CALIBRATION[:2], "2026-11-28-fp8-halves-h200x4.jsonl")
 
-# Files of `ladder bench machine` in results/, and the parts of each that are taken, by their names
-# for --only. Of a rate the median over many runs stays; a file has that of one.
-# What is not taken, and why:
-# - prompt-attention: of heads of 128 values, and half of the recorded models have heads of 64.
-# - matrix: prompts and training are predicted better with it, operators worse, whose chunks take
-#   the rate of a whole product of as few rows, with its waves of tiles.
-# - all-gather, reduce-scatter: 96 of 64 MiB take 16 ms by these curves, as in `ladder bench ops`,
-#   and a recorded training step of TP 2 with SP 6 ms more than without them. Half of an all-reduce
-#   stands for each.
-# - beside: in the middle of a product an all-reduce waits for its end, so that there was one for
-#   each product: 397 and 386 us, for 144 and 347 alone. In a model it begins where a product ends.
-#   The curves of decode steps come without what changes of streams take, which row_beside_nccl
-#   includes. Products lose 3 % to copies where they are below the limit of power, and more where
-#   the copies' power is missing, as in the trace that COPIES is from.
+# Files of `ladder bench machine` in results/, and the parts that are taken from each, named as for
+# --only. Rates are not taken: a file has the rate of one run, the records the median of many.
+# The other parts are not taken, for these reasons:
+# - prompt-attention: it has heads of 128 values, and half of the recorded models have heads of 64.
+# - matrix: it predicts prompts and training better, but operators worse: their chunks then have the
+#   rate of a whole product of as few rows, with its waves of tiles.
+# - all-gather, reduce-scatter: by these curves 96 of 64 MiB take 16 ms, as in `ladder bench ops`.
+#   But a recorded training step of TP 2 with SP takes only 6 ms more than without them. Half of an
+#   all-reduce stands for each.
+# - beside: an all-reduce that begins in the middle of a product waits for its end, so there was one
+#   for each product: 397 and 386 us, against 144 and 347 us alone. In a model it begins where a
+#   product ends. The curves of decode steps lack the time of stream changes, which row_beside_nccl
+#   includes. Copies slow products below the power limit by 3 %, and more where the copies' power is
+#   missing, as in the trace that COPIES is from.
 MEASURED: dict[str, tuple[str, ...]] = {
     "2026-11-23-machine-h200x2.json": (
         "values",
@@ -94,7 +96,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "2026-11-24-machine-h200x1.json": ("product", "landing"),
     "2026-11-24-attention-h200x1.json": ("attention",),
 }
-# Of the parts that are taken, what is left out, and why.
+# Values of the taken parts that are left out, and why.
 LEFT_OUT = {
     "2026-11-23-machine-h200x2.json": {
         "launch_us": "stands for changes of streams and for room on a multiprocessor, too",

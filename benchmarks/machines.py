@@ -1,9 +1,10 @@
 """Write ladder/perf/machines from the recorded results: `python benchmarks/machines.py`.
 
-The times of older decode kernels (older/h200.json) are those that benchmarks/results/README.md
-lists; the rest is in the JSON lines, but for the memory of a GPU and machines_by_hand.py, which no
-record says and each of which says where it is from. What `ladder bench machine` measured (MEASURED)
-comes in their place: what is of one GPU for all machines, the rest for that of as many GPUs.
+benchmarks/results/README.md lists the times of the older decode kernels (older/h200.json). All
+other figures come from the JSON lines of the results, except the memory of a GPU and the values of
+machines_by_hand.py: no record has these, so each states its source. Measurements of `ladder bench
+machine` (MEASURED) replace such figures: measurements of one GPU in all machines, others only in
+the machine with as many GPUs.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ GPU = "NVIDIA H200"
 MEMORY = Value(139.8, "declared: what torch reports as total_memory of an H200; not recorded")
 FLOORS = {"copy_tb_s": "bandwidth_tb_s", "matrix_tflop_s": "matrix_tflop_s"}
 FITTED = ("prompt_gap_us", "power_limit", "training_bytes")
-# What two GPUs have of today's four: 107 of their prompts by push are then 2.7 % off for 5.1 by
-# what was fitted to older kernels, 26 training steps 1.9 for 3.6 (records from 2026-11-27 on).
+# Values that two GPUs take from four with today's kernels. With these, predictions of 107 prompts
+# by push on two GPUs are 2.7 % off (5.1 % with values fitted to older kernels), and of 26 training
+# steps 1.9 % (3.6 %), in records from 2026-11-27 on.
 OF_FOUR = (*FITTED, *FLOORS, "power_exponent", "idle_power")
 MISSING = "more rows", "converted (weights=fp8)", "converted (weights=int8)"
 
@@ -115,16 +117,19 @@ def collectives(gpus: int) -> tuple[list[Curve], list[Link]]:
 
 OF_ONE_GPU = ("memory_gib", "launch_us", "host_launch_us", "prompt_attention_tflop_s",
               "prompt_attention_half")  # fmt: skip
-OF_NEAREST = ("barrier_us",)  # what other numbers of GPUs have is of the traces of two, too
+OF_NEAREST = ("barrier_us",)  # else all machines have it from traces of two GPUs
 
 
 def measured() -> list[tuple[str, Machine]]:
-    """What is taken of each file, with the file's name."""
+    """The parts that are taken from each file of MEASURED, with the file's name."""
     return [taken(name, parts, LEFT_OUT.get(name, ())) for name, parts in MEASURED.items()]
 
 
 def taken(name: str, parts: Container[str], without: Container[str] = ()) -> tuple[str, Machine]:
-    """parts: by their names for --only, and single values."""
+    """The file's name, and a machine with its curves and values of `parts`, but not of `without`.
+
+    parts: names of parts, as for --only, and of single values. without: names of curves and values.
+    """
     found = read(RESULTS / name)
     curves = tuple(
         each for each in found.curves
@@ -138,9 +143,12 @@ def taken(name: str, parts: Container[str], without: Container[str] = ()) -> tup
 
 
 def with_measured(machine: Machine, files: Sequence[tuple[str, Machine]]) -> Machine:
-    """The machine with what was measured in place of what it has: all of a family of curves of one
-    GPU, and OF_NEAREST, from the file of the nearest number of GPUs that has them (of several the
-    last one); and from those of its own number collectives, one by one, and slowdowns."""
+    """The machine with measured curves and values in place of its own.
+
+    Curves of one GPU (whole families of them) and values OF_ONE_GPU and OF_NEAREST come from the
+    file of the nearest number of GPUs that has them; of several files, from the last. Collectives
+    (one by one), links and slowdowns come only from files of the machine's own number of GPUs.
+    """
     values, curves, found = dict(machine.values), list(machine.curves), machine.links
     for file, each in sorted(files, key=lambda one: -abs(one[1].gpus - machine.gpus)):
         own = each.gpus == machine.gpus
@@ -161,8 +169,10 @@ def with_measured(machine: Machine, files: Sequence[tuple[str, Machine]]) -> Mac
 
 
 def with_older(gpus: int) -> Machine:
-    """With older decode kernels, nothing of which was fitted; and so without what is of newer ones
-    alone."""
+    """`gpus` H200s with the older decode kernels, before anything is fitted.
+
+    The curves of decode steps are those of the older kernels alone.
+    """
     more, links = collectives(gpus) if gpus > 1 else ([], [])
     declared = DECLARED
     if gpus > 1:
@@ -177,42 +187,43 @@ def with_older(gpus: int) -> Machine:
 
 @functools.cache
 def four() -> Machine:
-    """Four GPUs, with older decode kernels, and all that is fitted to steps by these."""
+    """Four H200s with the older decode kernels, and all values fitted to records of these."""
     return calibrated(with_older(4), *(RESULTS / file for file in CALIBRATION))
 
 
 def fitted(gpus: int) -> Machine:
-    """With what is fitted to prompts and training on four GPUs."""
+    """`with_older`, with the values that are fitted to prompts and training on four GPUs."""
     found = with_older(gpus)
     return replace(found, values={**found.values, **{key: four().values[key] for key in FITTED}})
 
 
 @functools.cache
 def one() -> Machine:
-    """One GPU, with kernels that were measured there, and what is fitted to their steps and
-    prompts."""
+    """One H200 with the kernels that were measured on it, and with values fitted to their decode
+    steps and prompts."""
     found, files = fitted(1), [RESULTS / file for file in TODAY]
     found = replace(found, curves=with_measured(replace(found, curves=()), measured()).curves)
     return fit_prompts(fit_steps(found, files, RANK[0], older=False), files, RANK[0])
 
 
 def machine(gpus: int) -> Machine:
-    """One GPU or two, with decode steps as on four. Prompts of one are as they were recorded there;
-    of two their kernels are as on four, too."""
+    """One or two H200s with the decode steps of four. One GPU keeps the values fitted to its own
+    prompts; two take OF_FOUR from four."""
     found = with_steps_of(one() if gpus == 1 else fitted(gpus), four_today())
     of_four = {name: four_today().values[name] for name in OF_FOUR if gpus > 1}
     return replace(found, values={**found.values, **FITTED_BY_HAND, **of_four})
 
 
 def before(gpus: int) -> Machine:
-    """Several GPUs as older prompts and training were fitted, with decode steps as on one."""
+    """H200s with values fitted to older prompts and training, and with the decode steps of one."""
     return with_steps_of(fitted(gpus), one())
 
 
 @functools.cache
 def four_then() -> Machine:
-    """Four GPUs, with what was measured of what is between them, and fitted to passes of today's
-    kernels but for those of decode steps: attention read keys after its wait."""
+    """Four H200s with today's kernels, except for those of decode steps: in these, attention read
+    the keys after its wait. What is between the GPUs was measured on four; values are fitted to
+    records of passes (FOUR_CALIBRATION)."""
     files = [taken(FOUR_MEASURED, FOUR_PARTS), taken(PEERS_MEASURED, PEERS_PARTS)]
     found = with_measured(before(4), files)
     found = replace(found, values={**found.values, **FOUR_BY_HAND})
@@ -221,8 +232,8 @@ def four_then() -> Machine:
 
 @functools.cache
 def four_today() -> Machine:
-    """The same with today's products and attention. Steps with weights in int8 were not measured
-    again: without communication they are as they were."""
+    """`four_then` with today's products and attention. Steps with weights in int8 were not measured
+    again: without communication they take as long as before."""
     found = with_measured(four_then(), [taken(STEPS_MEASURED, STEPS_PARTS)])
     found = with_long_attention(found)
     files = [RESULTS / file for file in STEPS_CALIBRATION]
@@ -232,7 +243,8 @@ def four_today() -> Machine:
 
 
 def with_long_attention(machine: Machine) -> Machine:
-    """With attention over LONG_KEYS and more keys, and over a cache in fp8, by LONG_MEASURED."""
+    """The machine with attention over LONG_KEYS keys or more, and over a cache in fp8, from
+    LONG_MEASURED."""
     name, taken_of = taken(LONG_MEASURED, ("attention",))
     found = tuple(
         replace(each, provenance=f"{each.provenance}; {name}")
@@ -245,7 +257,8 @@ def with_long_attention(machine: Machine) -> Machine:
 
 
 def with_halves(machine: Machine) -> Machine:
-    """With weights in fp8 by HALVES_CALIBRATION; of two sequences by the change of four."""
+    """The machine with its steps with weights in fp8 fitted to HALVES_CALIBRATION. The time for two
+    sequences was not recorded: it changes by the same factor as that for four."""
     curve = MISSING[1]
     fitted = fit_steps(machine, [RESULTS / file for file in HALVES_CALIBRATION])
     before, points = points_of(machine)[curve], points_of(fitted)[curve]
@@ -262,9 +275,10 @@ def with_halves(machine: Machine) -> Machine:
 
 
 def with_attention_in_steps(machine: Machine, files: Sequence[Path]) -> Machine:
-    """With attention that takes as much less than in chains as explains a step of one sequence, in
-    which it begins before QKV's product has ended. Its products are not today's alone, so that
-    `step_stretch`, which is theirs, too, stays."""
+    """The machine with shorter attention, so that the predicted step of one sequence takes as long
+    as the recorded one. In a step attention begins before QKV's product has ended; in the chains of
+    its curves it does not. `step_stretch` stays: it also scales products, not all of them today's.
+    """
     point, ms = next(
         (each, ms) for each, ms in calibrations(files, machine, "decode").items() if each.batch == 1
     )
@@ -285,8 +299,11 @@ def with_attention_in_steps(machine: Machine, files: Sequence[Path]) -> Machine:
 
 
 def with_missing(machine: Machine) -> Machine:
-    """With what nobody measured of steps on this machine, by what was measured on one GPU: of two
-    sequences as much less as of four, and weights in int8 as many times as long as in fp8."""
+    """The machine with the points of MISSING that were not measured on it, from those of one GPU.
+
+    The times for two sequences change from one GPU to this machine as those for four do, and the
+    times with weights in int8 by the same factors as those in fp8.
+    """
     found, alone = points_of(machine), points_of(one())
     rows, fp8, int8 = MISSING
     found[rows][2.0] = alone[rows][2.0] + found[rows][4.0] - alone[rows][4.0]
@@ -316,14 +333,14 @@ def h100s(gpus: int) -> Machine:
 
 
 def steps_of(machine: Machine, name: str) -> Machine:
-    """The kernels of its decode steps, and what is fitted to them."""
+    """A machine with only the decode kernels of `machine`, and the value fitted to them."""
     values = {"step_stretch": machine.values["step_stretch"]}
     curves = tuple(each for each in machine.curves if each.name in OF_STEPS)
     return Machine(name, GPU, 1, values, curves, ())
 
 
 def kept() -> dict[str, Machine]:
-    """What older records are predicted by, by the name of its file."""
+    """The machines by which older records are predicted, by the names of their files."""
     return {
         "h200": steps_of(four(), "older kernels of h200"),
         "h200-former": steps_of(four_then(), "former kernels of h200"),

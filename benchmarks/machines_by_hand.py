@@ -1,4 +1,4 @@
-"""What no record says of H200s: declared, or measured by hand (`benchmarks/machines.py`)."""
+"""Figures of H200s that no record has: declared, or measured by hand (`benchmarks/machines.py`)."""
 
 from __future__ import annotations
 
@@ -172,13 +172,13 @@ PUSHES = {
         ),
     }.items()
 }
-FOUR = {4: 40.2, 16: 40.2, 32: 42.3, 64: 39.3}  # rows: the four products of an 8B's layer
+FOUR = {4: 40.2, 16: 40.2, 32: 42.3, 64: 39.3}  # rows: us of the four products of an 8B's layer
 COPY = 4.2  # TB/s read and written
-ATTENTION = {2: 5.7, 128: 22.6}  # KV heads of all sequences, over 1100 keys
+ATTENTION = {2: 5.7, 128: 22.6}  # KV heads of all sequences: us over 1100 keys
 
 
 def weights(model: str, tp: int) -> tuple[float, float]:
-    """Mean bytes of a weight in each pair of products."""
+    """Mean bytes of a weight matrix in each pair of products."""
     shape = model_config(model)
     heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     attention = BF16 * shape.hidden_size * heads / tp / 2
@@ -198,7 +198,7 @@ def kernels() -> list[Curve]:
     for rows, us in FOUR.items():
         found.append(Curve("product", {"rows": rows}, ((mean, us / 4),), text))
     text = SKETCH.format("36.0 (8B) and 16.4 (1B) if their two landings run under products")
-    for hidden, us in LANDINGS.items():  # of more rows also their bytes: 4 tensors
+    for hidden, us in LANDINGS.items():  # more rows also take the time of their bytes: 4 tensors
         more = 63 * 4 * BF16 * hidden / (1e6 * COPY)
         points = ((1, round(us, 3)), (64, round(us + more, 3)))
         found.append(Curve("landing", {"hidden": hidden}, points, text))

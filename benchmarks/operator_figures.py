@@ -1,6 +1,7 @@
 """Counterparts of figures of the fused operators' paper (arXiv 2305.06942), as pages.py draws them.
 
-Figures 8 to 10, 13 and 14: time over that of the parts one after the other, both measured here.
+Figures 8 to 10, 13 and 14: the time of an operator over that of its parts one after the other. Both
+were measured here.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def experts(records: Records) -> str:
 
 
 def programs(records: Records) -> str:
-    """Figure 13: embedding bags by the programs of the kernel, its occupancy."""
+    """Figure 13: embedding bags by the number of the kernel's programs, which is its occupancy."""
     bars = over_baseline(records, BAGS, lambda point: True)
     fewer = [bar for bar in bars if not bar.bound]
     title = "Embedding bags by programs of the kernel (pushed: all at once)"
@@ -51,7 +52,7 @@ def programs(records: Records) -> str:
 
 
 def orders(records: Records) -> str:
-    """Figure 14: embedding bags by the order of the work; of a way's records the first counts."""
+    """Figure 14: embedding bags by the order of the work. The first record of each way counts."""
     ways = [f"pushed:order={order}" for order in ("oblivious", "remote", "tables")]
     bars = over_baseline(records[::-1], BAGS, lambda point: point["way"] in ways)
     drawn = [bar for bar in bars if not bar.bound]
@@ -65,7 +66,7 @@ def orders(records: Records) -> str:
 def over_baseline(
     records: Records, op: str, chosen: Callable[[dict[str, Any]], bool], fastest: bool = False
 ) -> list[figures.Bar]:
-    """The chosen ways of an operator in CUDA graphs over the baseline of their points."""
+    """Times of an operator's chosen ways over the baseline of the same point, in CUDA graphs."""
     points = groups(latest([r for r in records if r["point"]["op"] == op]))[op, "captured"]
     found = []
     for text, members in sorted(points.items(), key=lambda each: json.loads(each[0])["pooling"]):
@@ -82,7 +83,7 @@ def draw(bars: Sequence[figures.Bar], title: str, subtitle: str) -> str:
 
 
 def less(bars: Sequence[figures.Bar]) -> str:
-    """The range of the time that is saved."""
+    """The range of the share of time that is saved, as text."""
     saved = [100 * (1 - bar.value) for bar in bars if not bar.bound]
     return f"{min(saved):.0f} to {max(saved):.0f} %"
 

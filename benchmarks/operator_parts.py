@@ -4,15 +4,17 @@
         [--ops all_gather_matmul ..] [--m 1024 8192] [--tables N] [--pooling N ..]
         [--implementations waiting waiting:stages=3,group_m=16 tracked ..]
 
-The shapes are those of `ladder bench ops` on so many ranks; nothing is exchanged. Of a gather and
-of a reduce-scatter: cuBLAS's product of all rows, of the ranks' chunks, and the persistent ones,
-`waiting` for flags that are set, `tracked` with slots in this GPU's memory, and `summing`, whose
-own tiles add the others' slots there. Of embedding bags: torch's lookups, and the kernel's with one
-rank. Microseconds in CUDA graphs: medians of rounds that shuffle the ways. A way whose result is
-wrong is named, not timed, and makes the exit status 1.
+The shapes are those of `ladder bench ops` on so many ranks; nothing is exchanged. For a gather and
+a reduce-scatter the ways are cuBLAS's product of all rows, its products of the ranks' chunks, and
+our persistent products: `waiting` waits for flags that are set, `tracked` writes to slots in this
+GPU's memory, and `summing` also adds the other ranks' slots there to its own tiles. For embedding
+bags they are torch's lookups, and the kernel's with one rank. Times are in microseconds, in CUDA
+graphs: medians of rounds that shuffle the ways. A way whose result is wrong is named, not timed,
+and makes the exit status 1.
 
-The floor is the operations over the rate of a large matmul, or the bytes (of a table's rows that
-are looked up: once) over the bandwidth of a large copy, in the same run. The last line is JSON.
+The floor is the operations over the rate of a large matmul, or the bytes over the bandwidth of a
+large copy, in the same run; a table's row counts once, however often it is looked up. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ RANK = 0
 
 
 class Part(NamedTuple):
-    """A way to compute. call: what is timed. result: the same, and all that it has computed."""
+    """A way to compute. call: is timed. result: the same call; returns all it has computed."""
 
     call: Callable[[], object]
     result: Callable[[], Tensor]
@@ -71,7 +73,7 @@ def one(call: Callable[[], Tensor]) -> Part:
 
 
 def waiting(a: Tensor, b: Tensor, ranks: int, tiling: Tiling) -> Part:
-    """Every shard's flag is set."""
+    """The product that waits for each shard's flag; all flags are set."""
     order = arrival_order(len(a), b.shape[1], ranks, RANK, tiling)
     tiles = torch.tensor(order, dtype=torch.int32, device=a.device)
     arrivals = Arrivals(torch.ones(ranks, dtype=torch.int32, device=a.device), RANK)
@@ -82,8 +84,11 @@ def waiting(a: Tensor, b: Tensor, ranks: int, tiling: Tiling) -> Part:
 def tracked(
     a: Tensor, b: Tensor, ranks: int, tiling: Tiling, pieces: int = 1, summing: bool = False
 ) -> Part:
-    """The own shard goes to its slot, or, summing, is added to the other slots, which are zeros;
-    the other shards stay, as copy engines would send them."""
+    """The product of a reduce-scatter. Its own shard goes to its slot; the other shards stay in the
+    output, from which copy engines would send them.
+
+    summing: the own shard is added to the other ranks' slots, which are zeros.
+    """
     shard, n, device = len(a) // ranks, b.shape[1], a.device
     program = tracked_map(shard, n, ranks, tiling, pieces, keep=summing)[0].compile(RANK)
     out, slots = a.new_empty(len(a), n), a.new_zeros(len(a), n)
@@ -117,7 +122,7 @@ def tracked(
 def products(
     point: OpPoint, asked: list[Variant] | None, device: torch.device
 ) -> tuple[dict[str, Part], Tensor, float]:
-    """The ways, the exact result and the floating-point operations."""
+    """The ways to compute a product, the exact result and the floating-point operations."""
     m, n, k = sizes_of(point)
     dtype = FLOATS[point.dtype]
     a, weight = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device)
@@ -146,7 +151,7 @@ def products(
 
 
 def lookups(point: OpPoint, device: torch.device) -> tuple[dict[str, Part], Tensor, float]:
-    """The ways, the exact result and the bytes."""
+    """The ways to look up embedding bags, the exact result and the bytes that are moved."""
     tables, batch, dtype = point.tables, point.m, FLOATS[point.dtype]
     joined = torch.randn(tables * TABLE_ROWS, point.k, device=device).to(dtype)
     weights = list(joined.split(TABLE_ROWS))

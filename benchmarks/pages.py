@@ -54,7 +54,7 @@ QUALITY_LATENCY = (
 )
 RESIDUAL = "2026-11-22-residual-cpu"
 OPS, FUSED = "2026-11-27-ops-h200x4", "flux-gpt3"  # the shape that is drawn
-OPS_SUMMED, SUMMED = "2026-11-28-blocked-h200x4", "matmul_all_reduce"  # newer ones of this operator
+OPS_SUMMED, SUMMED = "2026-11-28-blocked-h200x4", "matmul_all_reduce"  # newer records of it
 OPS_BAGS = "2026-11-25-ops-bags-h100x2"
 OPS_FEW, OPS_ROWS = "2026-11-25-ops-h100x2", "2026-11-25-ops-rows-h100x2"
 MODEL, TP, BATCH = "llama-3-8b", 4, 1  # of the figures of inference
@@ -179,7 +179,7 @@ def written_trained() -> str:
 
 
 def operators() -> str:
-    """The communication that is not hidden, as in FLUX: NCCL, torch's fastest, ours, in graphs."""
+    """Communication time that is not hidden, as in FLUX: NCCL, torch's fastest, ours, in graphs."""
     names = {"collective": "NCCL", "torch": "torch, fused", "operator": "ladder"}
     bars, best = [], []
     members = [r for r in read(OPS) if r["point"]["shape"] == FUSED and r["point"]["op"] != SUMMED]
@@ -226,7 +226,7 @@ FIGURES: dict[str, Callable[[], str]] = {
 def quality_records(
     model: str | None = None, tp: int = quality_frontier.T
 ) -> tuple[list[dict[str, Any]], quality_frontier.Latency]:
-    """Trainings, and the latency of their shape or of `model`, at TP `tp`."""
+    """The records of trainings, and the latency at TP `tp` of their shape or of `model`."""
     records = quality_report.read_all([RESULTS / f"{name}.jsonl" for name in QUALITY])
     files = [RESULTS / f"{name}.jsonl" for name in QUALITY_LATENCY]
     return records, quality_frontier.latencies(files, records, model, tp)
@@ -254,9 +254,9 @@ class Page:
 
 
 def inference_pages(name: str, records: Sequence[dict[str, Any]]) -> list[Page]:
-    """A page of the file; where points were measured again, one for each commit.
+    """A page of a file; if points were measured again, one page for each commit.
 
-    No page where a point was measured twice at one commit: the difference is not in the point.
+    A commit that measured a point twice has no page: the point does not say how these differ.
     """
     sittings = {name: list(records)}
     if repeats(records):
@@ -266,7 +266,7 @@ def inference_pages(name: str, records: Sequence[dict[str, Any]]) -> list[Page]:
             sittings.setdefault(f"{name}-{commit}", []).append(record)
     found = []
     for own, members in sittings.items():
-        measured = [record for record in members if "check" in record]  # else of an older form
+        measured = [record for record in members if "check" in record]  # others have an older form
         started = [record for record in members if "cold" in record]
         rows, machines = derive_rows(measured), [record["machine"] for record in members]
         if (rows or started) and not repeats(members):

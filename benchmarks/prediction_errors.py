@@ -1,8 +1,8 @@
 """Write ladder/perf/planner/errors.json: `python benchmarks/prediction_errors.py`.
 
-It has predicted microseconds and measured / predicted of the recorded passes to which nothing was
-fitted, and the most tokens of their sequences. The intervals of `ladder predict` are made of it;
-write it again when predictions change.
+For recorded passes to which nothing was fitted, the file has the predicted microseconds, the ratio
+measured / predicted, and the tokens of the longest sequence. `ladder predict` makes its intervals
+from it: write it again when predictions change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ladder.perf.prediction.records import MEASURED, scores
 
 MACHINES = "h200x4", "h100x2"  # and those of fewer of their GPUs
 RESULTS = Path(__file__).parent / "results"
-# On machines with shipped files; not those of settings that are no longer built.
+# Records of machines with shipped files, without settings that are no longer built.
 NAMES = (
     "inference", "figures", "frame-after", "frame-after-2b", "p2p-off", "quality-latency", "table1",
     "half-8b", "accumulate", "rare-reduces-half-8b", "train-ahead", "train-8b-again", "train",
@@ -32,11 +32,12 @@ NAMES = (
     "nccl-apart", "prompts-auto", "train-backward", "fp8", "train-operators", "inference-cuts",
     "fp8-cuts", "2b-class-cuts", "half-8b-cuts",
 )  # fmt: skip
-# The second: operators without entries in the table, which has them now. The third: fitted.
+# Left out. The second has operators that were not in the table then, and are now. The third is used
+# for fitting.
 OLDER = (
     "2026-11-21-train-h200x4.jsonl", "2026-11-26-train-h100x2.jsonl", "2026-11-26-fp8-h100.jsonl",
 )  # fmt: skip
-LEAST_TOKENS = 16  # of a decode step's record; the first ones are slower than the rest
+LEAST_TOKENS = 16  # fewest new tokens of a decode record; the first are slower than the rest
 
 
 def files() -> list[Path]:

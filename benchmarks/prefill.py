@@ -42,7 +42,7 @@ from ladder.parallel.reducers import AsyncReducer
 from ladder.parallel.sharded import ShardedReducer
 from ladder.parser import Parser, parse_words
 
-PLANS = {"standard": "none", "ladder": "ladder no_comm"}  # and what they are measured by
+PLANS = {"standard": "none", "ladder": "ladder no_comm"}  # a plan: the one without communication
 
 
 @dataclass

@@ -19,13 +19,13 @@ class Product(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Those of the weights, without scales."""
+        """The bytes of the weights, without their scales."""
         return self.outputs * self.inputs * (1 + self.gated) * (2 if self.weights == "bf16" else 1)
 
 
 class Way(NamedTuple):
     name: str
-    blocks: Callable[[int, Product], Cut | None]  # None: not for so few rows
+    blocks: Callable[[int, Product], Cut | None]  # None: so few rows are not cut this way
     early: int = decode_shapes.EARLY
 
 
@@ -51,7 +51,7 @@ def tiles(rows: int, product: Product) -> Cut | None:
 
 
 def lean(rows: int, product: Product) -> Cut | None:
-    """At most 100 KiB: a step of x and of the weight in each of the stages but one."""
+    """At most 100 KiB of shared memory: all stages but one hold a step of x and of the weight."""
     if rows <= decode_shapes.MAX_VECTOR_ROWS:
         return None
     padded = max(16, decode_shapes.power_of_2(rows))

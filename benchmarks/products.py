@@ -56,15 +56,15 @@ ROUNDS, WARM = 20, 3
 
 class Input(NamedTuple):
     x: Tensor
-    norm: dict[str, Any]  # of a residual before its norm, as a landing leaves it
+    norm: dict[str, Any]  # x is a residual before its norm: the results of its landing
 
 
 class Matrix(NamedTuple):
     stored: Tensor
-    scales: Tensor | None  # of weights in 8 bits
+    scales: Tensor | None  # if stored in 8 bits
 
     def halves(self) -> tuple[Matrix, Matrix]:
-        """Those of gate and up, which follow one another."""
+        """The matrices of gate and up, which are stored one after the other."""
         scales = (None, None) if self.scales is None else self.scales.chunk(2)
         first, second = map(Matrix, self.stored.chunk(2), scales)
         return first, second
@@ -106,7 +106,7 @@ def new_input(rows: int, product: Product) -> Input:
 
 
 def wrong(way: Way, product: Product, read: Input, weight: Matrix) -> str | None:
-    """What is wrong: each element against float64, and a second call's against the first's."""
+    """What is wrong, or None. Compares a result with float64, and with that of a second call."""
     found, again = (multiply(way, product, read, weight) for _ in range(2))
     x = read.x.double()
     if product.normed:
@@ -122,7 +122,7 @@ def wrong(way: Way, product: Product, read: Input, weight: Matrix) -> str | None
 
 
 def compile_one(job: tuple[str, int, Product]) -> str | None:
-    """In a process of its own, for Triton's cache."""
+    """Compile a job's kernels into Triton's cache, in a process of its own; returns an error."""
     name, rows, product = job
     way = next(each for each in WAYS if each.name == name)
     try:
@@ -134,12 +134,12 @@ def compile_one(job: tuple[str, int, Product]) -> str | None:
 
 
 def compiled(jobs: list[tuple[str, int, Product]]) -> list[str]:
-    """Fill Triton's cache, a worker on each core. What failed."""
+    """Fill Triton's cache, by a worker on each core; returns the errors."""
     processes = max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
     context = multiprocessing.get_context("spawn")
     with context.Pool(processes) as pool:
         results = pool.map(compile_one, jobs, chunksize=1)
-    # After an error of CUDA whatever a worker does fails.
+    # After a CUDA error all later jobs of a worker fail: try failed jobs again, each in a new one.
     again = [job for job, error in zip(jobs, results, strict=True) if error]
     if not again:
         return []
@@ -148,7 +148,7 @@ def compiled(jobs: list[tuple[str, int, Product]]) -> list[str]:
 
 
 def measured(graphs: dict[tuple[str, str], tuple[torch.cuda.CUDAGraph, int]]) -> dict[tuple, float]:
-    """The median of each graph's replays, over the calls that it is divided by."""
+    """Microseconds of one call of each graph: the median of its replays, over its calls."""
     times: dict[tuple, list[float]] = {key: [] for key in graphs}
     order = list(graphs)
     for number in range(ROUNDS + WARM):
@@ -165,8 +165,11 @@ def measure(
     rows: int, products: Sequence[Product], ways: Sequence[Way], weights: dict[str, list[Matrix]],
     carveouts: bool,
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """Microseconds {way: {product, "chain" or this with ", driver's": time}}, the best way of each
-    product, and what is wrong."""
+    """The figures of one number of rows, and the errors of wrong ways.
+
+    times: microseconds by way and name: a product, "chain", or with `carveouts` "chain, driver's".
+    best: the fastest way of each product. blocks: the cuts of each way, by product.
+    """
     inputs = {each.name: new_input(rows, each) for each in products}
     errors = []
     right = []

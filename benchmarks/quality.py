@@ -58,7 +58,7 @@ from ladder.train.config import TrainConfig, load_train_config
 
 RECIPE = "quality-100m"
 OUT = Path("runs/quality")  # of RECIPE
-# Keys of the recipe that are set here, or that a run may not have.
+# Keys of the recipe that this script sets, or keeps at their defaults.
 OWN = ("data", "out", "plan", "seed", "init", "tp", "tp_degree")
 PER_RUN = ("data", "out", "plan", "seed", "tp_degree")  # keys in which runs side by side differ
 RESULTS, TABLE = "quality.jsonl", "quality.txt"
@@ -100,13 +100,13 @@ class Run:
 
     @property
     def continues(self) -> bool:
-        """Whether an interrupted run of it left a checkpoint (with checkpoint_interval=N)."""
+        """Whether it was interrupted and left a checkpoint (with checkpoint_interval=N)."""
         found = checkpoints(self.folder)
         return bool(found) and found[-1][0] < self.config.steps
 
     @property
     def initial(self) -> Path:
-        """The folder of its initial weights, if its command does not draw them."""
+        """The folder of its initial weights, if `ladder train` does not draw them."""
         return self.folder.parent / "initial" / self.name
 
     def prepare(self) -> None:
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
     gpus = visible_gpus(options.gpus)
     data = open_sources(str(options.data))
     wanted = [resolve(*names, options, data) for names in chosen(options.only)]
-    runs = list({each.key: each for each in wanted}.values())  # T makes no difference to some
+    runs = list({each.key: each for each in wanted}.values())  # plans without T are alike for all T
     file = options.out / RESULTS
     records = read(file, KEYS) if file.is_file() else []
     common = {"recipe": recipe_of(runs[0]), "data": summary(data)}
@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
         make_folder(folder)
     done = {tuple(record[key] for key in KEYS) for record in records}
     waiting = [each for each in runs if each.key not in done]
-    # Virtual ranks make a run long; sorting keeps the order of the rest: a second seed is last.
+    # By seed, and then runs with virtual ranks, which are long, first; otherwise in order.
     waiting.sort(key=lambda each: (each.seed, not each.model.plan.depends_on_tp))
     failed = train_all(waiting, gpus, until, records, file, common)
     if records:
@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def resolve(plan: str, seed: int, degree: int, options: argparse.Namespace, data: TokenData) -> Run:
-    """The run of a plan, seed and T. Raises UserError where the plan or an override is wrong."""
+    """The run of a plan, seed and T. Raises UserError if the plan or an override is wrong."""
     check_overrides(options.overrides, OWN)
     name = called(plan)
     at = "" if degree == T else f"-T{degree}"
@@ -183,7 +183,7 @@ def check_overrides(overrides: Sequence[str], own: Sequence[str]) -> None:
 
 
 def check_common(records: Sequence[dict[str, Any]], common: dict[str, Any], file: Path) -> None:
-    """Raise UserError where a file's records have another recipe or data than the new ones."""
+    """Raise UserError if a file's records have another recipe or data than the new ones."""
     for record in records:
         for key, value in common.items():
             if trained(record[key]) != trained(value):
@@ -212,7 +212,8 @@ def train_all(
 ) -> list[Run]:  # fmt: skip
     """Train all runs; returns those that failed.
 
-    A run that would end after the deadline, by the longest of its kind, is not started."""
+    A run that would end after the deadline, if it took as long as the longest finished run of its
+    kind, is not started."""
 
     def finished(started: Started[Run]) -> str:
         records.append({**record(started), **common})
@@ -224,7 +225,7 @@ def train_all(
 
 
 def expected_s(each: Run, records: Sequence[dict[str, Any]]) -> float:
-    """The longest time of a run with as many virtual ranks; 0 before one has ended.
+    """The longest time of finished runs with as many virtual ranks; 0 if there is none.
 
     0, too, for a run that can be interrupted."""
     if each.config.checkpoint_interval:
@@ -250,7 +251,7 @@ def record(started: Started[Run]) -> dict[str, Any]:
         "tokens": steps[-1]["tokens"],
         "heldout_bits_per_byte": heldout["heldout_bits_per_byte"],
         "heldout_loss": heldout["heldout_loss"],
-        "wall_s": started.wall_s,  # of the last part, if it was continued
+        "wall_s": started.wall_s,  # of its last part, if the run was continued
         "tokens_per_second": statistics.median(entry["tokens_per_second"] for entry in steps),
         "mfu": statistics.median(e["mfu"] for e in steps) if "mfu" in steps[-1] else None,
         "memory_gib": steps[-1].get("memory_gib"),
@@ -325,5 +326,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running jobs are ended, too
     sys.exit(main())

@@ -63,7 +63,7 @@ def build(options: argparse.Namespace) -> int:
 
 
 def write(file: Path, documents: Iterable[str]) -> tuple[int, int]:
-    """Write documents as JSON lines; their number and bytes."""
+    """Write documents as JSON lines; returns their number and bytes."""
     count = size = 0
     with file.open("w", encoding="utf-8") as stream:
         for document in documents:
@@ -81,7 +81,7 @@ def python() -> Iterator[str]:
 
 
 def linux(root: Path) -> Iterator[str]:
-    """The sources of pages, or the page itself where its source quotes comments of the code."""
+    """Yield each page's source, or the page's text if its source quotes comments of the code."""
     pages, sources = root / LINUX / "html", root / LINUX / "Documentation"
     for file in sorted(sources.rglob("*")):
         within = file.relative_to(sources)
@@ -97,13 +97,13 @@ def linux(root: Path) -> Iterator[str]:
 
 
 def gcide(root: Path) -> Iterator[str]:
-    """Runs of entries: an entry starts at a line's first character, its text is indented."""
+    """Yield runs of entries. An entry starts at a line's first character; its text is indented."""
     file = root / GCIDE
     if not file.is_file():
         return
     run: list[str] = []
     size = 0
-    text = gzip.decompress(file.read_bytes()).decode("utf-8", "replace")  # three bytes are not
+    text = gzip.decompress(file.read_bytes()).decode("utf-8", "replace")  # three bytes are invalid
     for line in text.splitlines(keepends=True):
         if size >= ENTRY_RUN and not line.startswith((" ", "\n")):
             yield "".join(run)
@@ -114,7 +114,7 @@ def gcide(root: Path) -> Iterator[str]:
 
 
 def decoded(data: bytes) -> Iterator[str]:
-    """Yield the text, or nothing where it is not UTF-8, as a few modules are not."""
+    """Yield the text, or nothing if it is not UTF-8 (in a few modules)."""
     try:
         yield data.decode("utf-8")
     except UnicodeDecodeError:
@@ -170,7 +170,7 @@ class Page(HTMLParser):
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """`data/` in one .tar.xz; no owner and no time, so that the same data gives the same bytes."""
+    """Pack `data/` as one .tar.xz, without owners and times: the same data gives the same bytes."""
 
     def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.uid = member.gid = member.mtime = 0

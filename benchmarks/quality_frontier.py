@@ -38,9 +38,10 @@ FAR = 0.04  # bits per byte above standard from which a plan is drawn at a figur
 
 @dataclass(frozen=True)
 class Latency:
-    """Measured decode steps of one shape. chosen: the rows of each panel; none where missing.
+    """Measured decode steps of one shape. chosen: the rows of each panel; [] if not measured.
 
-    left_out: cases of a panel of which another had more plans.
+    left_out: cases that are not drawn, since another case of their panel has as many plans of
+    known quality, or more.
     """
 
     model: str
@@ -52,7 +53,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a plan is in a panel: ms a token; mean and range of the bits per byte of its runs."""
+    """A plan's place in a panel: ms per token; mean and range of its runs' bits per byte."""
 
     ms: float
     mean: float
@@ -61,7 +62,7 @@ class Place:
     runs: int
 
     def beats(self, other: Place) -> bool:
-        """By means, as good in both and better in one."""
+        """Whether this place is, by means, no worse in both measures and better in one."""
         own, its = (self.ms, self.mean), (other.ms, other.mean)
         return own != its and own[0] <= its[0] and own[1] <= its[1]
 
@@ -77,8 +78,8 @@ def latencies(
 ) -> Latency:
     """The decode latency at TP `tp` of the trained shape, or of `model`, from several files.
 
-    Of a point that was measured again, the newest; of several cases (prompts, new tokens) of a
-    panel, the one with the most of the plans whose quality is known, and of these the last.
+    If a point was measured again, the newest record counts. If a panel has several cases (prompts,
+    new tokens), the one with the most plans of known quality counts, and of equal ones the last.
     """
     shape = records[0]["recipe"]["model"]
     name = model or shape["name"]
@@ -125,19 +126,19 @@ def command(model: str, tp: int, p2p: bool, batch: int) -> str:
 
 
 def best(members: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The row of each plan's fastest reducer; a plan in a file has the file's name."""
+    """By plan, the row of its fastest reducer; a plan in a file has the file's name."""
     return {called(plan): row for plan, row in fastest(members).items()}
 
 
 def row_of(plan: str, known: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """A plan's row of `best`; of a scaled desync-Nx that of desync-Nx, if it has none."""
+    """A plan's row of `best`; a scaled desync-Nx without one has that of desync-Nx."""
     return known.get(plan) or known.get(unscaled(plan))
 
 
 def places(
     groups: dict[str, list[dict[str, Any]]], members: Sequence[dict[str, Any]]
 ) -> dict[str, Place]:
-    """By plan, of plans with both quality and latency, the fastest first."""
+    """The places of the plans that have both quality and latency, the fastest first."""
     known, found = best(members), {}
     for plan, runs in groups.items():
         if row := row_of(plan, known):
@@ -148,7 +149,7 @@ def places(
 
 
 def frontier(found: dict[str, Place]) -> list[str]:
-    """The plans than which no other is, by means, both better and faster."""
+    """The plans that no other plan beats."""
     return [
         plan for plan, own in found.items() if not any(each.beats(own) for each in found.values())
     ]
@@ -157,7 +158,8 @@ def frontier(found: dict[str, Place]) -> list[str]:
 def standing(plan: str, found: dict[str, Place]) -> str:
     """Whether a plan is on the frontier, which plans beat it, and where spreads overlap.
 
-    Of a plan on the frontier, those count that are faster: its better quality is then not sure.
+    The spread of a plan on the frontier is compared with those of faster plans: if they overlap,
+    its better quality is not sure.
     """
     own = found[plan]
     beaten = {name: each for name, each in found.items() if each.beats(own)}
@@ -203,7 +205,7 @@ def missing(latency: Latency) -> list[str]:
 
 
 def usual_runs(records: Sequence[dict[str, Any]], latency: Latency) -> int:
-    """The number of runs that most marks of the figure have; it names another one."""
+    """The number of runs of most marks in the figure, which names the number where it differs."""
     groups = by_plan(records)
     drawn = [places(groups, members) for members in latency.chosen.values() if members]
     return statistics.mode(own.runs for found in drawn for own in found.values())
@@ -247,7 +249,7 @@ def joined(
         bound = f"{own.ms / none['decode_ms']:.3f}" if none else "-"
         quality = [plan, count(groups[plan]), *quality_cells(plan, groups)]
         row = row_of(plan, known)
-        assert row is not None, plan  # it has a place
+        assert row is not None, plan  # since it has a place
         reducer = row["point"].reducer
         table.append(
             [*quality, f"{own.ms:.3f}", reducer, faster, bound, standing(plan, found)]
@@ -256,7 +258,7 @@ def joined(
 
 
 def noise(groups: dict[str, list[dict[str, Any]]]) -> str:
-    """What is known of the spread, for those plans that have none."""
+    """What the plans with several runs tell of the spread of those with one, in a sentence."""
     several = {
         plan: [record["heldout_bits_per_byte"] for record in runs]
         for plan, runs in groups.items()

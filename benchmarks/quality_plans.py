@@ -15,7 +15,7 @@ from ladder.models.errors import UserError
 from ladder.models.plan import Plan
 
 PLANS = ("standard", "parallel", "ladder", "desync-2x", "desync-4x", "dtp-1")
-T = 4  # of plans that depend on it, where nothing else is said
+T = 4  # of plans that depend on it, unless a run names another
 SEEDS = {"standard": (0, 1), "ladder": (0, 1)}  # the others: 0
 POWERS = {"root4": 0.25, "sqrt": 0.5, "full": 1.0}  # own_scale is T to this power
 NAMED = re.compile(r"(desync-\d+x)-(" + "|".join(POWERS) + ")")
@@ -74,7 +74,8 @@ def chosen(only: Sequence[str] | None) -> list[tuple[str, int, int]]:
 def scaled(name: str, layers: int, degree: int) -> Plan | None:
     """The plan desync-Nx-root4, -sqrt or -full: desync-Nx whose unreduced partials are scaled.
 
-    By T to the power of 1/4, 1/2 or 1, as they join their rank's residual. None: another name.
+    They are multiplied by T to the power of 1/4, 1/2 or 1 as they join their rank's residual. None:
+    `name` is no such plan.
     """
     match = NAMED.fullmatch(name)
     if match is None:
@@ -87,7 +88,7 @@ def scaled(name: str, layers: int, degree: int) -> Plan | None:
 
 
 def initially(plan: str, degree: int) -> tuple[str, float]:
-    """A plan as it is trained, and the scale of its unreduced output matrices at the beginning.
+    """The plan to train, and the scale of its unreduced output matrices at the beginning.
 
     desync-Nx-init-sqrt is desync-Nx with matrices sqrt(T) times larger; 1 for other plans.
     """
@@ -96,7 +97,7 @@ def initially(plan: str, degree: int) -> tuple[str, float]:
 
 
 def unscaled(plan: str) -> str:
-    """The plan whose latency a plan has: desync-Nx of its scaled forms, else itself."""
+    """The plan with the same latency: desync-Nx for its scaled forms, else the plan itself."""
     match = SCALED.fullmatch(plan)
     return match[1] if match else plan
 
@@ -115,10 +116,10 @@ def written(plan: str, layers: int, degree: int, folder: Path) -> str:
 
 
 def called(plan: str) -> str:
-    """The name of a plan: of one in a file, the file's without suffix."""
+    """The name of a plan; for a plan in a file, the file's name without suffix."""
     return Path(plan).stem if plan.endswith(FILES) else plan
 
 
 def depends_on_tp(plan: str, layers: int) -> bool:
-    """Raises UserError where the plan is wrong."""
+    """Whether the plan depends on T. Raises UserError if it is no plan."""
     return resolve_plan(load_plan(plan), layers, T).depends_on_tp

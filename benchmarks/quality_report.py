@@ -13,7 +13,7 @@ from quality_plans import PLANS, T
 
 from ladder.models.errors import UserError
 
-KEYS = ("plan", "seed", "tp_degree")  # of a run within a file of one recipe
+KEYS = ("plan", "seed", "tp_degree")  # they tell the runs of one recipe apart
 # Keys of a recipe that change no training.
 LOGGED = ("eval_interval", "log_interval", "checkpoint_interval", "keep_checkpoints")
 
@@ -21,14 +21,14 @@ LOGGED = ("eval_interval", "log_interval", "checkpoint_interval", "keep_checkpoi
 def read(
     file: Path, keys: Sequence[str] = KEYS, script: str = "quality.py"
 ) -> list[dict[str, Any]]:
-    """The records of a result file that `script` writes, the newest of each value of `keys`."""
+    """The records of a file that `script` wrote; of those with equal `keys` the newest."""
     return list({tuple(r[key] for key in keys): r for r in _lines(file, keys, script)}.values())
 
 
 def read_all(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """The records of several files: a run that was repeated counts twice, a copied line once.
+    """The records of several files; a repeated run counts twice, a copied line once.
 
-    Raises UserError where they are not of one recipe and the same data.
+    Raises UserError if they differ in recipe or data.
     """
     found: dict[str, dict[str, Any]] = {}
     for file in files:
@@ -63,9 +63,10 @@ def _lines(file: Path, keys: Sequence[str], script: str) -> list[dict[str, Any]]
 
 
 def different(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """The first key of both whose values differ; '' if none does.
+    """The first key that both have with different values; '' if there is none.
 
-    A key of one alone is of another version, and those in LOGGED change no training.
+    Keys that only one has are of another version; those in LOGGED change no training. Both are
+    ignored.
     """
     for key in one:
         if key in other and key not in LOGGED and one[key] != other[key]:
@@ -88,7 +89,7 @@ evaluation and checkpoint included."""
 
 
 def label(record: dict[str, Any]) -> str:
-    """The plan, with its T where that is not the usual one."""
+    """The plan's name, with its T if that is not the usual one."""
     degree = record["tp_degree"]
     return record["plan"] if degree in (None, T) else f"{record['plan']} (T {degree})"
 
@@ -101,7 +102,7 @@ def by_plan(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
 
 
 def count(members: Sequence[dict[str, Any]]) -> str:
-    """The number of seeds, and of runs where that is another."""
+    """The number of seeds, and that of runs if it differs."""
     seeds, runs = len({record["seed"] for record in members}), len(members)
     return str(seeds) if seeds == runs else f"{seeds} ({runs} runs)"
 
@@ -141,7 +142,7 @@ def rows(records: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def caption(records: Sequence[dict[str, Any]]) -> str:
-    first = next(iter(by_plan(records).values()))[0]  # standard, where it is there
+    first = next(iter(by_plan(records).values()))[0]  # standard, if it was trained
     split, heldout = first["data"]["train"], first["data"]["heldout"]
     return (
         f"{first['recipe']['model']['name']}, {first['parameters']:,} parameters; "
@@ -167,7 +168,7 @@ def training_s(record: dict[str, Any]) -> float:
 
 
 def bits_at(record: dict[str, Any], seconds: float) -> float | None:
-    """Held-out bits per byte after so many seconds of training; None where it is not recorded."""
+    """Held-out bits per byte after so many seconds of training; None if not recorded."""
     if training_s(record) <= seconds:
         return float(record["heldout_bits_per_byte"])
     curve = record.get("heldout", [])
@@ -182,7 +183,7 @@ def bits_at(record: dict[str, Any], seconds: float) -> float | None:
 
 
 def timed_rows(records: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """A row for each plan, under TIMED; none without standard."""
+    """A row for each plan, under TIMED; no rows without standard."""
     groups = by_plan(records)
     if "standard" not in groups:
         return []

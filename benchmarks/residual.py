@@ -57,7 +57,7 @@ from ladder.train.loop import train
 
 RECIPE = "tiny"
 PLANS = ("standard", "ladder", "desync-4x", "accumulate-4x")
-# Keys of the recipe that are set here.
+# Keys of the recipe that this script sets.
 OWN = ("data", "out", "plan", "init", "tp", "tp_degree", "tensorboard")
 RESULTS, TABLE = "residual.jsonl", "residual.txt"
 INITIAL, TRAINED = "initial", "trained"
@@ -65,7 +65,7 @@ INITIAL, TRAINED = "initial", "trained"
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure. config: to train it into `folder` first; None: it is there."""
+    """A model to measure. config: trains it into `folder` first; None: `folder` has it."""
 
     name: str
     folder: Path
@@ -75,7 +75,7 @@ class Subject:
 def waiting(plan: Plan) -> list[bool]:
     """Whether each sublayer's partial is read on its own rank before a later sum replaces it.
 
-    Where sums lag, that of the sublayer that reduces is, too.
+    If sums lag, so is the partial of the sublayer that reduces.
     """
     return [
         read_apart and record.reduce in ("none", "accumulated")
@@ -84,8 +84,8 @@ def waiting(plan: Plan) -> list[bool]:
 
 
 def scaled(plan: Plan, scale: float, degree: int) -> Plan:
-    """The plan with `own_scale` on all partials that wait for their sum, named as quality.py names
-    it: -sqrt and -full for sqrt(T) and T."""
+    """The plan with `own_scale` on all partials that wait for their sum. Its name is as in
+    quality.py, with -sqrt for sqrt(T) and -full for T."""
     records = tuple(
         replace(each, own_scale=scale) if waits else each
         for each, waits in zip(plan.sublayers, waiting(plan), strict=True)
@@ -165,7 +165,7 @@ def measured(subject: Subject, options: argparse.Namespace) -> list[dict[str, An
     }
     del about["recipe"]["plan"], about["recipe"]["out"]
     models = {TRAINED: model}
-    if not recipe.init:  # else they were other weights than the seed's
+    if not recipe.init:  # init: the first weights are not the seed's
         models = {INITIAL: initial_model(model.config, recipe.seed, device), **models}
     return [
         {
@@ -181,7 +181,7 @@ def measured(subject: Subject, options: argparse.Namespace) -> list[dict[str, An
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train and measure what is not measured yet."""
+    """Train and measure the models that are not measured yet."""
     if options.run and options.overrides:
         raise UserError(f"override {options.overrides[0]!r} with --run: leave one of them out")
     for name in ("plans", "scales"):

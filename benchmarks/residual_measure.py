@@ -100,7 +100,7 @@ def coefficients(plan: Plan, degree: int) -> Tensor:
 
 
 def arrivals(found: Tensor) -> list[int]:
-    """The first read that has each output alike on all ranks, N entries; else the final read.
+    """For each of N outputs, the first read with it alike on all ranks, or the final read.
 
     found: what `coefficients` returns.
     """
@@ -135,7 +135,7 @@ def rebuilt(run: WatchedPass, found: Tensor, n: int) -> Tensor:
 
 @torch.no_grad()
 def measure(model: Transformer, tokens: Tensor, targets: Tensor, degree: int) -> dict[str, Any]:
-    """All that is measured of one model, as plain data. Shapes as for `observe`."""
+    """All figures of one model, as plain data. Shapes as for `observe`."""
     with torch.enable_grad():
         run, loss = observe(model, tokens, targets, degree)
     plan, found = run.plan, coefficients(run.plan, degree)
@@ -179,7 +179,7 @@ def measure(model: Transformer, tokens: Tensor, targets: Tensor, degree: int) ->
                 "layer": plan.layers[n] if n < count else None,
                 "rms": size,
                 "apart": rms(residual - residual.mean(0)) / size,
-                "gradient": norm([residual.grad.sum(0)]),  # of a common change of all ranks'
+                "gradient": norm([residual.grad.sum(0)]),  # for a change of all ranks alike
                 "error": rms(residual - rebuilt(run, found, n)) / size,
             }
         )

@@ -30,7 +30,7 @@ a residual from the sum of the partials with their coefficients, over the residu
 gradients are x 1000; inside a group of an accumulating plan, the residual's is that of what the
 group reads alone."""
 MOMENTS = {"initial": "at initialisation", "trained": "trained"}
-SCALED = ("#c2508f", "#94780f", "#168a94")  # of plans without a colour of their own
+SCALED = ("#c2508f", "#94780f", "#168a94")  # for plans without a colour of their own
 
 
 def read(file: Path) -> list[Record]:

@@ -44,7 +44,7 @@ CASES: dict[str, Callable[[torch.dtype], Pairs]] = {}
 DTYPES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # and allowed errors
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = [1, 2, 3, 8, 24, 33, 64]
-MIDDLE = 4100, 1304  # outputs and inputs whose cuts beside other kernels are others
+MIDDLE = 4100, 1304  # outputs, inputs: cut differently beside other kernels
 
 
 def case(name: str) -> Callable[[Callable[[torch.dtype], Pairs]], Callable[[torch.dtype], Pairs]]:
@@ -195,7 +195,7 @@ def land(dtype: torch.dtype) -> Pairs:
 
 @case("pieces")
 def in_pieces(dtype: torch.dtype) -> Pairs:
-    """Landings that make pieces, and the products of them."""
+    """Landings that make pieces, and products that read them."""
     if dtype != torch.bfloat16:
         return
     for rows in (2, 9, 33):
@@ -268,7 +268,7 @@ def greedy_choice(dtype: torch.dtype) -> Pairs:
         alone = choice.GreedyChoice(batch, 0, 1, None, logits.device)
         positions = torch.arange(batch, device=DEVICE)
         out, tokens = chosen(alone, logits, first, positions, batch - 1)
-        # Differences, because a token leaves no room for rounding.
+        # Differences from 0: relative to large token ids an error would pass as rounding.
         yield out - wanted, torch.zeros_like(out)
         yield tokens - wanted.clamp(min=0), torch.zeros_like(out)
         yield positions - torch.arange(1, batch + 1, device=DEVICE).clamp(max=batch - 1), 0 * wanted
@@ -339,7 +339,7 @@ def gemm(dtype: torch.dtype) -> Pairs:
         )  # fmt: skip
         yield torch.cat((slots[: m // 2], out[m // 2 :])), wanted
         yield counters, program.count.to(counters)
-        # The own shard is added to the other rank's slot, which is there.
+        # The own shard is added to the other rank's slot, which has arrived.
         shard = m // 2
         others, total = random(dtype, 2, shard, n), random(dtype, shard, n)
         there = SlotArrivals(flags, torch.zeros(1, 2, dtype=torch.int32, device=DEVICE), shard)
@@ -362,7 +362,7 @@ def sums(dtype: torch.dtype) -> Pairs:
 
 @case("land_slots")
 def landings(dtype: torch.dtype) -> Pairs:
-    """With all there, and with flags of pieces of 3 rows, which are set."""
+    """Without flags, and with flags of pieces of 3 rows, which are set; all slots are filled."""
     for count, rows, size in ((2, 1, 12), (3, 7, 603), (8, 300, 2048)):
         slots, residual, weight = (
             random(dtype, *shape) for shape in ((count, rows, size), (rows, size), (size,))

@@ -3,9 +3,9 @@
     python benchmarks/step_parts.py [--model quarter-8b] [--plans ladder standard]
         [--batch 1 4 16 64] [--weights bf16] [--cache auto] [--context 1024] [--out FILE]
 
-The default model has the shapes of a rank of an 8B at TP 4, without its communication. Of the same
-step, with random weights, CUDA graphs are captured with all kernels and with some parts left out:
-the products, attention, or the landings of a layer. All graphs take turns, in another order each
+The default model has the shapes of a rank of an 8B at TP 4, without its communication. CUDA graphs
+of the same step, with random weights, are captured with all kernels and with some parts of a layer
+left out: the products, attention, or the landings. All graphs take turns, in another order each
 round; a time is the median of the rounds, in microseconds of a layer, less what a step takes
 without any of the three (embedding, head, choice: `rest`, in microseconds of a step). Where plans
 lag, products alone run on two streams, as they do in the step.
@@ -45,7 +45,7 @@ from ladder.parallel.matrix import Matrix
 from ladder.parser import Parser, parse_words
 from ladder.records import facts
 
-# What each graph has.
+# The parts of a layer that each graph keeps.
 KEPT: dict[str, tuple[str, ...]] = {
     "layer": ("products", "landings", "attention"),
     "products": ("products",),
@@ -80,7 +80,7 @@ class Placeholders:
 
 @contextlib.contextmanager
 def only(kept: tuple[str, ...], placeholders: Placeholders, head: Matrix) -> Iterator[None]:
-    """Leave out what is not `kept` of what is captured inside."""
+    """Inside, captured steps leave out the parts of a layer that are not `kept`."""
     project = decode.Read.project
 
     def column(read: decode.Read, weight: Matrix, beside: bool) -> Tensor:

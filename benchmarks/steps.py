@@ -3,10 +3,10 @@
     python benchmarks/steps.py [--nproc 2] [--model half-8b] [--plan ladder] [--batch 1 4 16 64]
         [--pauses 0 20 200]
 
-Random weights; nothing is checked (`ladder bench inference` does). In each round every pause, in
-milliseconds between the end of a prefill and the first step, has its turn, with a prompt of its
-own. A step's time is its median over the rounds. What differs between the pauses comes from the
-prefill: a clock that its power has lowered, for one. The last line is JSON.
+Random weights; nothing is checked (`ladder bench inference` does). A pause is the milliseconds
+between the end of a prefill and the first step. Each round times every pause, with a prompt of its
+own; a step's time is its median over the rounds. Differences between the pauses come from the
+prefill: for example, its power has lowered the clock. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ladder.parser import Parser, parse_words
 from ladder.records import facts
 
 SHOWN = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-NEAR = 1.02  # times the settled time: what is above is not settled
+NEAR = 1.02  # a step that takes this many settled times or less is settled
 
 
 def decode(session: Session, prompts: list[torch.Tensor], steps: int, pause: float) -> list[float]:
@@ -55,7 +55,7 @@ def decode(session: Session, prompts: list[torch.Tensor], steps: int, pause: flo
 
 
 def settled(steps: Sequence[float]) -> tuple[float, int, float]:
-    """The median of the second half; the steps before the first that is near it; their time."""
+    """The settled time (median of the second half); the steps before one near it; their time."""
     late = statistics.median(steps[len(steps) // 2 :])
     slow = next((n for n, step in enumerate(steps) if step <= NEAR * late), len(steps))
     return late, slow, sum(steps[:slow])

@@ -77,7 +77,7 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         given = set()
-        for key, _ in node.value:  # before merged keys, which may be given again, join them
+        for key, _ in node.value:  # without merged keys (<<), which may be given again
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if (key.tag, key.value) in given:
                     self._refuse(f"key {key.value!r} given twice", key.start_mark)
@@ -141,9 +141,10 @@ def parse_json(text: str | bytes, most: float = LARGEST) -> Any:
 
 
 def read_entries(path: Path, what: str, remedy: str) -> list[dict[str, Any]]:
-    """The entries of a JSON table, mappings in a list. Raises UserError, with `remedy`, otherwise.
+    """The entries of a JSON table: a file with a list of mappings.
 
-    what: the table's name in errors, as `the dispatch table`.
+    Raises UserError, which ends with `remedy`, for any other file. what: the table's name in
+    errors, such as `the dispatch table`.
     """
     try:
         entries = parse_json(path.read_text(encoding="utf-8"))
@@ -262,7 +263,7 @@ def apply_overrides(
     """`data` with each `key=value` set; `model.num_layers=2` reaches into a mapping.
 
     Values are parsed as YAML, so `betas=[0.9,0.95]`, `tensorboard=false` and `lr=3e-4` work. The
-    values of the keys `texts` are taken literally, as in `out=2026` and `out=[a]`, unless quoted.
+    value of a key in `texts` is taken literally, as in `out=2026` and `out=[a]`, unless quoted.
 
     Raises UserError for an override that would undo one before it.
     """

@@ -1,6 +1,6 @@
-"""The folder that a command takes for a model: a model's own, or a run's, with its checkpoints.
+"""The folder that a command takes for a model: a model folder, or a run's folder.
 
-No import of torch, which is slow: a folder that does not exist is told of before that.
+This module does not import torch, which is slow, so that a missing folder is reported at once.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def remove_empty(folders: Sequence[Path]) -> None:
 
 
 def _take(path: Path, what: str) -> Lock:
-    inherited = False  # also where a dead machine's file has been removed here
+    inherited = False  # also true if `_judge` has removed the lock file of a dead machine
     for left in reversed(range(TRIES)):
         with suppress(FileNotFoundError):  # a holder has removed it, or its folder, just now
             there = path.exists()

@@ -21,7 +21,7 @@ def say_next(*words: object, file: TextIO | None = None) -> None:
 
 
 def free(path: Path) -> Path:
-    """`path` if it does not exist, else the first free one of `path-2`, `path-3`, ..."""
+    """`path`, or if that exists, the first of `path-2`, `path-3`, ... that does not."""
     found, number = path, 1
     while found.exists():
         number += 1

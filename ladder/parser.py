@@ -25,8 +25,8 @@ REWORDED = (  # argparse's messages that do not name the remedy
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line, as UserError's, and exit with code 2.
 
-    Its subparsers are alike. The namespace has the parser of the command as `parser`;
-    `parse_words` removes it.
+    Its subparsers are of this class, too. The namespace holds the command's parser as `parser`,
+    which `parse_words` removes.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -67,10 +67,10 @@ def _name(action: argparse.Action) -> str:
 def parse_words(parser: Parser, words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line in which `overrides` (key=value) may also follow options.
 
-    words: None is this process's command line.
+    words: the command line; None: this process's own.
 
-    argparse itself takes positional arguments in one place only, and gives a key=value that follows
-    an option of several words to that option.
+    argparse itself takes positional arguments in one place only. It also takes a key=value that
+    follows an option of several values for one of these values.
     """
     options, rest = parser.parse_known_args(words)
     own: Parser = vars(options).pop("parser")
@@ -108,7 +108,7 @@ def parse_words(parser: Parser, words: Sequence[str] | None = None) -> argparse.
 
 
 def _refuse_undashed(own: Parser, words: Sequence[object]) -> None:
-    """An error for an option that was given as key=value, which argparse takes for an argument."""
+    """Refuse an option that was given as key=value, which argparse takes for an argument."""
     for word in map(str, words):
         key, equals, value = word.partition("=")
         option = "--" + key.replace("_", "-")

@@ -28,7 +28,7 @@ OVERVIEW = (
     "dtp-1",
     "none",
 )
-FAMILIAR = "llama-3-8b"  # the first shape to be proposed, if it has the number of layers
+FAMILIAR = "llama-3-8b"  # proposed before other shapes, if it has the plan's number of layers
 ACCUMULATED = """\
 reduce accumulated: one sum of the plain partials of all sublayers since the last reduce, read as
 late as peer_lag says. Until then a rank reads its own partials, times own_scale (sqrt(T) in the
@@ -97,9 +97,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _after_plans(options: argparse.Namespace, layers: int, found: Sequence[Plan]) -> None:
-    """Propose the next command: train a plan, if the recipe `tiny` has as many layers and its data
-    exists; or time the drawn plans, if --model or `tiny` has as many layers; or predict their
-    times, if another shape has; else the demo."""
+    """Propose the next command, the first of these that can run.
+
+    Train the plan, if it is the only one, `tiny` has its number of layers, and the data of the
+    recipe `tiny` exists. Time the plans, if --model or `tiny` has their number of layers. Predict
+    their times, if another shape has that number. Otherwise run the demo.
+    """
     from ladder.config import find, load_mapping, model_config
 
     name = options.model or "tiny"
@@ -199,8 +202,9 @@ def picture(plan: Plan, limit: int = 6) -> str:
 
     A blocking reduce leaves a gap (`....`) in the upper line. A reduce that overlaps with the next
     sublayers leaves none; its bar lasts until a sublayer reads the sum. The picture starts at the
-    layer before the first one that differs from layer 0, to show where a hybrid changes; or, with
-    one more sublayer, at the layer of a group's first sum that stays in flight.
+    layer before the first one that differs from layer 0, to show where a hybrid changes. If the
+    sum of an accumulated group stays in flight past the next sublayer, the picture starts at the
+    layer of the first such sum instead, and has one more sublayer.
     """
     by_layer = [
         [plan.sublayers[n] for n in numbers]
@@ -259,7 +263,7 @@ def _bar(plan: Plan, n: int) -> str:
 
 
 def _waits(plan: Plan) -> dict[int, int]:
-    """By output, the read that waits for its reduce."""
+    """Output (the number of its sublayer) -> the read that waits for the output's reduce."""
     return {
         landing.output: n
         for n, read in enumerate(plan.landings)

@@ -23,7 +23,7 @@ from ladder.models.errors import UserError, is_plain_name, reason
 from ladder.models.transformer import Transformer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Rotary frequencies, which older versions of transformers stored; they follow from the config.
+# Rotary frequencies: older versions of transformers stored them, but the config determines them.
 OLD_ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 TIED_ROWS = 2**14  # rows of embedding and head that are compared at once
 SHARDING_INFO = "DCP_SHARDING_INFO"  # metadata of a file of shards: their offsets in the tensors
@@ -33,7 +33,7 @@ DTYPES = {  # the types of weights, by safetensors' names
     "F16": torch.float16,
     "F64": torch.float64,
 }
-# of `ladder convert --weights`: matrices, and scales of blocks
+# Written by `ladder convert --weights`: matrices in 8 bits, and (U8) the scales of their blocks.
 EIGHT_BITS = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8}
 
 
@@ -61,9 +61,9 @@ class TensorReader:
     """Reads parts of the tensors of a folder's `stem` files; opens each file once, until `close`.
 
     names: files of whole tensors to read, instead of those found by `stem`. files: the chunks of
-    each tensor. Returned tensors may be views of a mapped file. If there are both a single file and
-    an index of several, the single file is read, as by transformers. quantised: accept matrices in
-    8 bits, which `check` compares with the model's.
+    each tensor. Returned tensors may be views of a mapped file. If the folder has both a single
+    file and an index of several files, the single file is read, as in transformers. quantised:
+    accept matrices in 8 bits; `check` compares their types with the model's.
     """
 
     def __init__(

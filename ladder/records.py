@@ -22,7 +22,7 @@ from ladder.models.errors import UserError
 def append(file: Path, records: Sequence[dict[str, Any]]) -> None:
     """Append one line per record, all lines in one write.
 
-    They begin a new line, even behind one whose writing was interrupted.
+    If the file's last line is incomplete, since its writing was interrupted, a new line is begun.
     """
     text = "".join(json.dumps(record) + "\n" for record in records)
     try:
@@ -38,7 +38,7 @@ def append(file: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def file_name(text: str) -> str:
-    """A text as a part of a file's name, which names no folder."""
+    """A text as a part of a file's name: without slashes and other special characters."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-")
 
 

@@ -53,8 +53,8 @@ class Checkpointer:
 
     start: the folder of the initial weights, if any; checkpoints take its Hugging Face config and
     generation settings, and the tokenizer files that the data lacks. keep: the number of
-    checkpoints to keep; 0: all. lock: that of the run's folder, on rank 0. A context manager: its
-    end waits for the save in progress, also after an exception.
+    checkpoints to keep; 0: all. lock: the lock of the run's folder, on rank 0. A context manager:
+    its exit waits for the save in progress, also after an exception.
     """
 
     def __init__(

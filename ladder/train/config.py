@@ -52,8 +52,8 @@ NOT_TEXT = ("null", "none", "~", "false", "true", "no", "off")
 
 DISTILLING = ("distill_weight", "distill_temperature")  # they mean nothing without a teacher
 
-# Limits far above any run: the windows of a step are listed before the first is read, and `epochs`
-# is multiplied to make steps.
+# Limits far above any run. Larger values would exhaust memory or overflow: the windows of a step
+# are listed before the first is read, and `epochs` is multiplied by the number of windows.
 MOST = {
     "batch_size": 2**20,
     "micro_batch_size": 2**20,
@@ -336,9 +336,9 @@ def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
 def _refuse_own_plan(source: str, data: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise UserError where `init` is given beside a user's own recipe with a model and a plan.
 
-    The plan may be meant for the recipe's model alone, as in ours, where the one of `init` counts
-    then; or for whatever is trained. Neither is seen in the losses at once. The default, which
-    every run's recipe.json has, says nothing of what is meant.
+    The plan may be meant for the recipe's model alone, as in the recipes of configs/train, where
+    the plan of `init` counts then; or for whatever model is trained. The losses do not show a wrong
+    guess at once, so the user must say. The default is let through: every run's recipe.json has it.
     """
     init, default = given.get("init"), (None, "standard")
     left = [key for key in ("plan", "tp_degree") if key not in given]
@@ -356,9 +356,9 @@ def _refuse_own_plan(source: str, data: Mapping[str, Any], given: Mapping[str, A
 
 
 def as_started(old: Mapping[str, Any], new: TrainConfig, model: ModelConfig) -> TrainConfig:
-    """`new` for a resumed run that kept the plan of `init`, where it names that plan.
+    """`new` for a resumed run; without its plan, if that is the one that the run took from `init`.
 
-    The plan then is None again, as in `old`. model: that of the run.
+    The plan and tp_degree are then None, as in `old`. model: the model of the run.
     """
     kept = old.get("init") and old.get("plan") is None and old.get("tp_degree") is None
     if not kept or new.plan is None:
@@ -372,8 +372,8 @@ def refuse_changes(
 ) -> None:
     """Raise UserError if a resumed run's config would change what is computed.
 
-    The length is left to `refuse_length`. An option that is newer than the old run had its default
-    there. moved: names of folders that may have another path.
+    The length is left to `refuse_length`. An option that `old` lacks, since it is newer than the
+    run, counts as having had its default. moved: options whose folder may have another path now.
     """
     current = new.to_dict()
     for item in fields(TrainConfig):
@@ -390,8 +390,8 @@ def refuse_changes(
 def refuse_length(old: Mapping[str, Any], new: TrainConfig, epochs: float, run: Path) -> None:
     """Raise UserError if a resumed run would have another number of steps.
 
-    To be called after all that determines the steps of an epoch was compared. epochs: what
-    `new.steps` was computed from; 0: it was given.
+    To be called after `refuse_changes`, which compares what determines the steps of an epoch.
+    epochs: the epochs from which `new.steps` was computed; 0: `steps` was given.
     """
     before = old.get("steps", TrainConfig.steps)
     if before == new.steps:

@@ -35,7 +35,7 @@ class Schedule:
 
 
 def listed_last(convert_layers: Any) -> Any:
-    """The last plan of a list, which is the run's; None if `convert_layers` is no list."""
+    """The last plan of the list, which is the run's plan; None if `convert_layers` is no list."""
     if isinstance(convert_layers, list) and convert_layers:
         entry = convert_layers[-1]
         return entry.get("plan") if isinstance(entry, Mapping) else None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-# Dense bfloat16 FLOPs per second, by words of the GPU's name; the first that it contains counts, so
-# the more specific come first. From NVIDIA's data sheets, whose figures with sparsity are twice as
-# high.
+# Dense bfloat16 FLOPs per second. The first key that the GPU's name contains counts, so the more
+# specific keys come first. The comments name NVIDIA's data sheets and give their figures: in TFLOPS
+# of one GPU with sparsity, which doubles it, unless they say otherwise.
 PEAKS = {
     "H100 PCIe": 756e12,  # H100: 1,513 TFLOPS with sparsity
     "H100 NVL": 835e12,  # H100: 1,671, of one GPU

@@ -53,13 +53,13 @@ def bits_per_byte(
 ) -> Heldout | None:
     """Evaluate on the first `limit` held-out windows of seq_len tokens (0: all of them).
 
-    Data-parallel ranks share the batches out; every rank returns the same. End-of-document tokens
-    are predicted but stand for no bytes.
+    The batches are divided among the data-parallel ranks; every rank returns the same result.
+    End-of-document tokens are predicted but stand for no bytes.
 
     mask_documents: each token attends only to its own document, for models trained so. The targets
     and their bytes do not depend on it, so the figures are comparable. plan: the plan in force;
-    None: the model's own. told: an item before each batch, the same on every rank, whether to stop;
-    the result is then None.
+    None: the model's own. told: an iterator with one item for each batch, the same on every rank;
+    True stops the evaluation, and the result is None.
     """
     device = local_tensor(model.model.embed_tokens.weight).device
     dp, dp_rank = data_parallel(mesh)

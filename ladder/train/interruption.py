@@ -18,12 +18,13 @@ from ladder.train.step import to_host
 class Interruption:
     """Inside a `with`, SIGTERM is recorded and does not end the process.
 
-    It is blocked, too, since child processes inherit that: a signal to the whole process group, as
-    SLURM sends it, would end the compilers that torch.compile has started, and the step with them.
-    A thread that began earlier does not block it; Python then runs the handler in the main thread.
+    SIGTERM is also blocked, since child processes inherit that. Otherwise a signal to the whole
+    process group, as SLURM sends it, would end the compilers that torch.compile has started, and
+    with them the step. A thread that began earlier does not block SIGTERM; if it receives the
+    signal, Python runs the handler in the main thread.
 
-    Only in the main thread: in others Python allows no signal handlers, and SIGTERM keeps its
-    effect.
+    This works in the main thread only. In other threads Python allows no signal handlers, so
+    SIGTERM keeps its effect.
     """
 
     def __init__(self) -> None:
@@ -65,10 +66,10 @@ class Interruption:
         return noted
 
     def between(self, device: torch.device) -> Iterator[bool]:
-        """An item before each piece of a long work: whether any rank is known to be told to stop.
+        """Yields, before each piece of a long work, whether any rank was told to stop.
 
-        As of the item before, so that the device need not be idle while the host waits for the
-        answer. Each item is a collective: all ranks get the same.
+        An item has the answer that was asked for at the item before, so that the device is not idle
+        while the host waits for it. Each item is a collective, and is the same on all ranks.
         """
         told = to_host(self.on_any_rank(device))
         yield False

@@ -73,7 +73,7 @@ def train(
 def _train(
     run: Run, shards: Verification, lock: Lock | None, stop_after: int | None
 ) -> Heldout | None:
-    """`train` for a run that has been checked. lock: that of its folder, on rank 0."""
+    """`train` for a run that has been checked. lock: the lock of its folder, on rank 0."""
     config, main = run.config, launch.rank() == 0
     model = make_model(
         run.model,
@@ -84,7 +84,7 @@ def _train(
         activation_checkpointing=config.activation_checkpointing,
         compile=config.compile,
         reducer=config.reducer,
-        # Several passes a step were not timed with operators.
+        # For the reducer `auto`, whose operators were timed in steps of one pass only.
         shape=(run.micro, config.seq_len) if run.micro == config.batch_size else (0, 0),
     )
     optimizer = make_optimizer(model, config)
@@ -160,10 +160,10 @@ def _say(*lines: str) -> None:
 
 
 class Launched(NamedTuple):
-    """A step (0 is the first) in flight, this rank's windows and the learning rate.
+    """A step in flight (0 is the first), with this rank's windows and the learning rate.
 
-    outcome: waits for the step and returns its outcome. told: waits, and returns [0] unless a rank
-    has been told to stop.
+    outcome: waits for the step and returns its outcome. told: waits for the answer of all ranks,
+    and returns [0] unless one of them was told to stop.
     """
 
     step: int
@@ -214,7 +214,7 @@ class Trainer:
             evaluates = config.evaluates(done)
             saves = done == last or due(done, config.checkpoint_interval)
             self.settle(last, drain=evaluates or saves)
-            if saves or self.stopped:  # first: an evaluation that fails or is killed loses no step
+            if saves or self.stopped:  # first: if the evaluation fails, no step is lost
                 self.save(done)
             if evaluates:
                 result = self.evaluate(done)
@@ -255,9 +255,10 @@ class Trainer:
         self.in_flight.append(Launched(step, batch.windows, rate, outcome, told))
 
     def settle(self, last: int, drain: bool) -> None:
-        """Wait for steps in flight and record them, until BEHIND are left; all of them if `drain`.
+        """Wait for steps in flight and record them, until BEHIND steps are left.
 
-        All, too, once a rank was told to stop. Raises UserError if a step's result is not finite.
+        drain: wait for all of them, as also once a rank was told to stop. last: the number of steps
+        after which training ends. Raises UserError if a step's result is not finite.
         """
         ahead = BEHIND[self.run.device.type]
         while self.in_flight and (drain or self.stopped or len(self.in_flight) > ahead):
@@ -272,7 +273,7 @@ class Trainer:
                 self._log(launched, outcome)
 
     def evaluate(self, done: int) -> Heldout | None:
-        """Measure and record the held-out loss after `done` steps; None if told to stop before."""
+        """Measure and record the held-out loss after `done` steps; None if told to stop first."""
         if self.stopped:
             return None
         run, config = self.run, self.run.config
@@ -335,7 +336,7 @@ class Trainer:
         """What to do about a step that is not finite. A collective."""
         config = self.run.config
         asked = f"start another run with a lower lr={config.lr}"
-        if config.lr * config.weight_decay >= 1:  # a step takes that share off every weight
+        if config.lr * config.weight_decay >= 1:  # each step subtracts that share of every weight
             asked += f" or weight_decay={config.weight_decay} (their product must be below 1)"
         elif config.dtype != "float32":
             asked += ", or dtype=float32"

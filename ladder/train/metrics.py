@@ -42,9 +42,9 @@ def check_packages(tensorboard: bool, wandb: str) -> None:
 def connect(run: Path, wandb: str, recipe: Mapping[str, Any], resumed: bool) -> Any:
     """A Weights & Biases run in the project `wandb` with the config `recipe`; None: no project.
 
-    resumed: continue the record of this folder's run, if it has one there. Writes the run's id to
-    the folder: to be called by one rank, before recipe.json is written. Raises UserError if the run
-    cannot be started there.
+    resumed: continue the existing record of this folder's run, if Weights & Biases has one. Writes
+    the run's id to the folder; to be called by one rank, before recipe.json is written. Raises
+    UserError if Weights & Biases cannot start the run.
     """
     if not wandb:
         return None

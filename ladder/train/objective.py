@@ -20,8 +20,8 @@ from ladder.models.transformer import Transformer
 from ladder.train.config import TrainConfig
 from ladder.train.prefetch import MicroBatch
 
-# Sums over the tokens of a part, [n]: first the loss, with gradients, then other metrics.
-# The plan is the one in force; None: the model's own.
+# Returns sums over the tokens of a micro-batch, [n]: first the loss, with gradients, then other
+# metrics. The plan is the one in force; None: the model's own.
 Objective = Callable[[Transformer, MicroBatch, Plan | None], Tensor]
 
 
@@ -35,7 +35,7 @@ class Distillation:
 
     KL compares the distributions at that temperature; its gradients shrink with the square of the
     temperature, hence the factor. The teacher uses the student's TP and the recipe's dtype, is not
-    sharded over data-parallel ranks, and has no gradients. folder: the teacher's.
+    sharded over data-parallel ranks, and has no gradients. folder: the folder of the teacher.
     """
 
     names = ("cross_entropy", "divergence")

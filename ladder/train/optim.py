@@ -40,7 +40,10 @@ def skip_from_here_on(optimizer: torch.optim.Optimizer, when: Tensor) -> None:
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """The rate of step 0, 1, ...: linear warm-up to lr, cosine to min_lr at the last of several."""
+    """The rate of `step` (0 is the first): a linear warm-up to lr, then a cosine to min_lr.
+
+    The last step has min_lr, unless the run has one step only: this has lr.
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     span = config.steps - 1 - config.warmup_steps
@@ -54,11 +57,12 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 def clip_gradients(model: Transformer, limit: float, mesh: DeviceMesh | None = None) -> Tensor:
     """Scale all gradients so that their norm over the whole mesh is at most `limit`.
 
-    Returns the norm before, float32 [] on the device. Each rank squares its own part, in float32:
-    one collective over `tp` for what that shards, and one over `shard`.
+    Returns the norm before clipping, float32 [] on the device. Each rank sums the squares of its
+    own gradients in float32. One collective over `tp` adds those of the parameters that TP splits,
+    and one over `shard` adds the sums of the shards.
     """
     processes = model.reducer.ranks.processes
-    grads: dict[bool, list[Tensor]] = {True: [], False: []}  # whether TP's processes share them
+    grads: dict[bool, list[Tensor]] = {True: [], False: []}  # key: TP's processes share them
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         grads[model.specs[name].shared(processes)].append(local_tensor(parameter.grad))

@@ -18,7 +18,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides",
         nargs="*",
-        default=[],  # without one, argparse calls it required
+        default=[],  # without a default, argparse calls it required
         metavar="KEY=VALUE",
         help="set a value of the recipe: plan=ladder, steps=500, model.num_layers=2",
     )
@@ -37,7 +37,7 @@ def recipe(options: argparse.Namespace) -> TrainConfig:
 
     config = load_train_config(options.config, options.overrides)
     if not config.init:
-        config.model_config(vocab_size=1)  # its plan fits its layers; the data has the vocabulary
+        config.model_config(vocab_size=1)  # checks the plan; the vocabulary comes with the data
     return config
 
 

@@ -32,11 +32,11 @@ from ladder.train.start import Start, starting_point
 class Run:
     """A run that was checked and may start or resume.
 
-    config: the recipe, with its length in steps. fingerprint: that of the data. source: the model
-    and its initial weights. checkpoint: the folder from which the run resumes, and record: its
-    train.json; None: the run starts at step 0. unevaluated: the checkpoint's evaluation is due, but
-    was not recorded. again: --resume was given, but there is no checkpoint yet. micro: sequences
-    per forward pass. teacher: see `teacher_record`.
+    config: the recipe, with its length in steps. fingerprint: the data's hash. source: the model
+    and its initial weights. checkpoint: the folder from which the run resumes; record: its
+    train.json; both None: the run starts at step 0. unevaluated: the evaluation after the
+    checkpoint is due, but was not recorded. again: --resume was given, but there is no checkpoint
+    yet. micro: sequences per forward pass. teacher: see `teacher_record`.
     """
 
     config: TrainConfig
@@ -63,7 +63,7 @@ class Run:
         return self.source.config
 
     def model_after(self, done: int) -> ModelConfig:
-        """The model as it is after `done` steps: with the plan of the last one of them."""
+        """The model after `done` steps, with the plan of the last of these steps."""
         return self.source.at(max(done - 1, 0))
 
     @property
@@ -152,7 +152,7 @@ def check_run(
 ) -> Run:
     """The run of a recipe on this mesh. All ranks must call this while rank 0 holds the lock.
 
-    left: the lock was there already, of a process that had died.
+    left: the lock file was there already, left by a process that has died.
 
     Raises UserError, on every rank, for a folder, data, weights, number of ranks or a missing
     package that would make the run fail.
@@ -163,8 +163,9 @@ def check_run(
     if not resume:
         config = config.with_steps(len(windows))
         source = starting_point(config, data)
-    # A run that resumes has its model in its own folder, which is checked first. Its length is
-    # compared after all from which epochs are turned into steps.
+    # A resumed run has its model in its own folder, so the folder is checked before the starting
+    # point. Its length is compared last: `refuse_changes` first compares the options from which
+    # epochs are turned into steps.
     record = _check_folder(folder, config, content, resume, found, left)
     if record is not None:
         config = as_started(record["config"], config, read_config(found[-1][1]))
@@ -263,10 +264,10 @@ def _check_folder(
 
 
 def _check_length(run: Path, config: TrainConfig, epochs: float, record: Mapping[str, Any]) -> bool:
-    """Whether the evaluation of this checkpoint, which comes after it, has yet to be made.
+    """Whether the evaluation after this checkpoint is due but was not recorded.
 
-    Raises UserError if the run had another length, or if nothing is left to do. epochs: see
-    `refuse_length`.
+    A run saves before it evaluates, so it may have ended in between. Raises UserError if the run
+    had another length, or if nothing is left to do. epochs: see `refuse_length`.
     """
     refuse_length(record["config"], config, epochs, run)
     step = record["step"]
@@ -284,7 +285,7 @@ def _check_length(run: Path, config: TrainConfig, epochs: float, record: Mapping
 def _check_teacher(
     before: Mapping[str, str] | None, now: Mapping[str, str] | None, config: TrainConfig
 ) -> None:
-    """Raise UserError if the teacher of a checkpoint's record was another model than now."""
+    """Raise UserError if the teacher recorded in the checkpoint (`before`) is another model."""
     if before and now and now["model"] != before["model"]:
         raise UserError(
             f"teacher={config.teacher} is {now['folder']}, another model than that of the run in "
@@ -294,13 +295,13 @@ def _check_teacher(
 
 
 def _layout(config: TrainConfig, micro: int | None, layout: Mapping[str, int] | None) -> dict:
-    """A layout, as a checkpoint has it, with the micro-batch size."""
+    """The layout of a checkpoint's record, with the micro-batch size added."""
     layout = layout or {}
     return {**layout, "micro_batch_size": micro or config.batch_size // layout.get("dp", 1)}
 
 
 def _check_restart(run: Path, config: TrainConfig, epochs: float, recipe: dict[str, Any]) -> None:
-    """Raise UserError unless `recipe` may start the run in that folder, without checkpoint, again.
+    """Raise UserError unless `recipe` may start the run in this folder again from step 0.
 
     It must be the run's own recipe, and the run must never have had a checkpoint. epochs: see
     `refuse_length`.

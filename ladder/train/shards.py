@@ -61,8 +61,8 @@ class Shard:
 class ShardPlanner(DefaultSavePlanner):
     """Plans the saving of a state dict of Shards. One planner serves all saves of a run.
 
-    The layout never changes within a run, so only the first save is planned: with 64 ranks planning
-    takes rank 0 seconds, during training.
+    The layout never changes within a run, so only the first save is planned. With 64 ranks planning
+    takes seconds on rank 0, while training runs.
     """
 
     def __init__(self) -> None:

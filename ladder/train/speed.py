@@ -42,8 +42,9 @@ def utilisation(
 ) -> dict[str, float]:
     """The peak memory of this rank in GiB, and the MFU if the GPU's peak is known; {} on a CPU.
 
-    memory_reserved_gib: what the allocator reserved, which determines what fits. It is more than
-    memory_gib: memory that another CUDA stream used is free only when that stream is done.
+    memory_reserved_gib: the memory that the allocator reserved, which determines what fits. It is
+    more than memory_gib: memory that another CUDA stream used is free only when that stream is
+    done with it.
     """
     if device.type != "cuda":
         return {}

@@ -30,8 +30,9 @@ from ladder.train.conversion import Schedule, make_schedule
 class Start:
     """The model to train, and the folder of its initial weights; None: random weights.
 
-    stored: the config of that folder. copied: the norms of which each rank gets a copy. first: the
-    plan before any conversion. schedule: the plans from the first to the model's own.
+    stored: the config of that folder. copied: the names of norms whose stored weight is copied for
+    each rank. first: the plan before any conversion. schedule: the plans from the first to the
+    model's own.
     """
 
     config: ModelConfig
@@ -103,7 +104,7 @@ def _schedule(config: TrainConfig, model: ModelConfig, first: Plan) -> Schedule:
 
 
 def norms_per_rank(stored: ModelConfig, model: ModelConfig) -> list[str]:
-    """The norms of which the stored model has one weight, and the other one for each rank."""
+    """The names of norms that have one weight in `stored`, and one for each rank in `model`."""
     before, after = tensor_shapes(stored), tensor_shapes(model)
     return [
         name
@@ -115,7 +116,7 @@ def norms_per_rank(stored: ModelConfig, model: ModelConfig) -> list[str]:
 def check_same_tensors(
     stored: ModelConfig, model: ModelConfig, where: str, apart: Collection[str] = ()
 ) -> None:
-    """Raise UserError unless the two configs have the same tensors, those of `apart` set aside."""
+    """Raise UserError unless both configs have the same tensors, except for those in `apart`."""
     before, after = tensor_shapes(stored), tensor_shapes(model)
     different = [n for n in {*before, *after} if before.get(n) != after.get(n) and n not in apart]
     if not different:

@@ -34,7 +34,7 @@ from ladder.parallel.sharding import local_parameters, local_tensor
 from ladder.train.config import differs
 from ladder.train.shards import MOMENTS, OPTIMIZER
 
-SAVED = "saved.json"  # names the run's first checkpoint
+SAVED = "saved.json"  # has the step of the run's first checkpoint
 LOCK = ".lock"  # the lock of a run that trains, see ladder.lock
 
 
@@ -78,7 +78,7 @@ def _read_record(path: Path, step: int) -> dict[str, Any]:
 def remove_partial(run: Path) -> None:
     """Remove incomplete checkpoints, which a killed process was writing or removing.
 
-    One that cannot be removed gives a warning; it hinders only a save of the same step.
+    A folder that cannot be removed gives a warning; it hinders only a save of the same step.
     """
     for folder in (run / "checkpoints").glob(".step-*"):
         try:
@@ -90,8 +90,8 @@ def remove_partial(run: Path) -> None:
 def remove_old(run: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints (0: keep all), and incomplete ones.
 
-    Each is first renamed and then deleted. One that cannot be deleted (NFS keeps open files) gives
-    a warning and does not fail the save.
+    Each folder is first renamed and then deleted. A folder that cannot be deleted (NFS keeps open
+    files) gives a warning and does not fail the save.
     """
     for _, folder in checkpoints(run)[:-keep] if keep else ():
         try:

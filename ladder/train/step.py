@@ -2,8 +2,8 @@
 
 The result of a step is read while the device computes the next one. So the host, which needs time
 to launch thousands of kernels, is one step ahead, and the device never waits for it. For the same
-reason the device itself checks that a step's numbers are finite: from the first step with one that
-is not, no step changes a parameter.
+reason the device itself checks that a step's loss and gradient norm are finite: from the first step
+on in which one is not, no step changes a parameter.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def to_host(values: Tensor) -> Callable[[], list[float]]:
-    """Start to copy values [n] to the host; returns a function that waits for and returns them."""
+    """Start to copy `values` [n] to the host; returns a function that waits for the copy."""
     if not values.is_cuda:
         return values.tolist
     copy = values.to("cpu", non_blocking=True)  # to page-locked memory
