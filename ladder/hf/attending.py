@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from ladder.models.documents import starts_of
 from ladder.models.errors import UserError
 
+TOKEN_DTYPES = (torch.int64, torch.int32)  # that torch's embedding takes
+
 
 class LadderCache:
     """A cache of transformers with the interface of the Transformer; None: no earlier tokens.
@@ -53,6 +55,36 @@ def attended(mask: Tensor | None, past: Any, tokens: Tensor, keys: int) -> Tenso
     return seen & kept[:, None, None, :] | (positions == own)
 
 
+def refuse_forms(tokens: Any, mask: Any) -> None:
+    """Raise UserError for `input_ids` and an `attention_mask` of other forms than ours."""
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in TOKEN_DTYPES:
+        raise UserError(
+            f"input_ids is {_form(tokens)}; expected [B, S] of int64, sequences and their tokens "
+            f"(of one sequence, input_ids[None])"
+        )
+    if mask is None:
+        return
+    expected = (
+        "expected [B, S], 0 for padding, or [B, 1, S, keys] of bool, true where attended, or of "
+        "float, which is added"
+    )
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+        raise UserError(f"attention_mask is {_form(mask)}; {expected}")
+    if mask.dim() == 4 and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise UserError(f"attention_mask is {_form(mask)}; {expected}; give it as .bool()")
+    if mask.shape[0] not in (len(tokens), 1):
+        raise UserError(
+            f"attention_mask is {_form(mask)} for {len(tokens)} sequences; give one row for each"
+        )
+
+
+def _form(value: Any) -> str:
+    """Its shape and dtype, of a tensor."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+
+
 def given_mask(mask: Tensor | None, past: Any, tokens: Tensor, keys: int) -> Tensor | None:
     """The attention mask of `tokens` [B, S] after `past` tokens, from that of a forward pass.
 
@@ -70,7 +102,14 @@ def given_mask(mask: Tensor | None, past: Any, tokens: Tensor, keys: int) -> Ten
             mask = None  # for a faster kernel
     if mask is None and not past:
         return None
-    return attended(mask, past, tokens, keys) if mask is None or mask.dim() == 2 else mask
+    if mask is None or mask.dim() == 2:
+        return attended(mask, past, tokens, keys)
+    if mask.shape[2] not in (tokens.shape[1], 1) or mask.shape[3] not in (keys, 1):
+        raise UserError(
+            f"attention_mask is {_form(mask)}; expected [B, 1, {tokens.shape[1]}, {keys}], the "
+            f"tokens and the keys that they may attend to"
+        )
+    return mask
 
 
 def packed(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from ladder.config import load_plan
-from ladder.hf.attending import LadderCache, given_mask, packed
+from ladder.hf.attending import LadderCache, given_mask, packed, refuse_forms
 from ladder.hf.refusals import refuse_attention, refuse_devices, refuse_options, refuse_replicas
 from ladder.hf_config import config_from_huggingface, refuse_quantised
 from ladder.models.config import ModelConfig
@@ -165,6 +165,7 @@ class LadderModel(nn.Module):
         """
         if input_ids is None or inputs_embeds is not None:
             raise UserError("inputs_embeds is not supported: give only input_ids")
+        refuse_forms(input_ids, attention_mask)
         for name, asked in (
             ("output_attentions", output_attentions),
             ("output_hidden_states", output_hidden_states),
@@ -375,7 +376,8 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
         The other arguments are those of LadderModel; kwargs go to the loss function.
         """
         last = None
-        if type(logits_to_keep) is int and logits_to_keep == 1 and input_ids is not None:
+        if input_ids is not None and type(logits_to_keep) is int and logits_to_keep == 1:
+            refuse_forms(input_ids, attention_mask)
             last = torch.full_like(input_ids[:, 0], input_ids.shape[1] - 1)
         out = self.model(
             input_ids,

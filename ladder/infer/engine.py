@@ -8,6 +8,7 @@ steps run in eager mode. Both run the same `Transformer`.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,7 +49,7 @@ from ladder.parallel.reducers import PushReducer
 SESSIONS = 8  # kept by an engine, each with its own cache
 PROMPT_GRAPHS = 8  # kept by a session, one per padded width; each holds the memory of a prefill
 
-# Without cuDNN's attention, whose bits vary between runs for one masked query (torch 2.11, H200).
+# All but cuDNN's attention, whose result for one masked query varies by run (torch 2.11, H200).
 REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # The fused model by its original: a second engine of the same original shares the fused model.
@@ -156,7 +157,7 @@ class Session:
     def _prefill(self, padded: Tensor) -> None:
         positions = torch.arange(padded.shape[1], device=padded.device).expand(len(padded), -1)
         self.cache.at(positions, padded.shape[1])
-        # A single position is the last one; fused modules treat such inputs as a decode step's.
+        # One position is the last one anyway; fused modules treat such inputs as a decode step.
         last = self.positions - 1 if padded.shape[1] > 1 else None
         self._choose(padded, None, positions=positions, cache=self.cache, last=last)
 
@@ -210,8 +211,8 @@ class Session:
     def capture(self) -> None:
         """Record `step` in a CUDA graph; `prefill` overwrites the state that warm-up changes."""
         reducer = self.model.reducer
-        # Not measured with NCCL, whose kernels run beside a step's: an SM would have to be idle
-        # before it had the memory that they need.
+        # With NCCL the driver decides, since no other setting was measured: NCCL's kernels run
+        # beside a step's, and an SM would have to be idle before it had the memory that they need.
         no_nccl = isinstance(reducer, PushReducer) or reducer.ranks.processes == 1
         wanted = DRIVERS
         if self.fused and no_nccl:
@@ -232,8 +233,8 @@ class Engine:
     CUDA graphs; None: on GPUs. fused: pack the model's weights and decode with fused kernels
     (`ladder.infer.fused`, which empties the original model); None: on GPUs, if the kernels support
     the model. cache: the type of keys and values, `auto` (the model's) or `fp8` (see
-    ladder.infer.cache). The engine keeps the sessions that were used last (a cache and graphs for a
-    batch size, a cache length and a kind of sampling): SESSIONS, or as many as leave memory.
+    ladder.infer.cache). The engine keeps the last used SESSIONS sessions, or fewer if memory is
+    short. A session has a cache and graphs for a batch size, a cache length and sampling options.
     """
 
     def __init__(
@@ -252,6 +253,11 @@ class Engine:
         check_cache_kind(cache)
         self.cache = cache
         if not isinstance(model, str | Path):
+            if not isinstance(model, Transformer):
+                raise UserError(
+                    f"model is of type {type(model).__name__}; give a Transformer (of a "
+                    f"LadderForCausalLM, its `transformer`), or a model's folder"
+                )
             loaded = model
             if (tp, reducer, device, weights, activations) != (0, *["auto"] * 4):
                 raise UserError(
@@ -307,7 +313,7 @@ class Engine:
         session = self.sessions.pop(key, None)
         if session is None:
             if len(self.sessions) >= SESSIONS:
-                release(self.device)  # its graphs have finished
+                release(self.device)  # so that its graphs have finished
                 del self.sessions[next(iter(self.sessions))]
             if self.sessions:
                 self._make_room(session_bytes(self.model, batch, capacity, self.cache))
@@ -321,19 +327,19 @@ class Engine:
         return session
 
     def _held(self, key: tuple[int, int, Sampling]) -> float:
-        """The bytes that a session may hold, with its graphs of prompts."""
+        """The most bytes that a session is estimated to hold, including its prompt graphs."""
         batch, capacity, _ = key
         widths = self.sessions[key].prompt_graphs
         found = session_bytes(self.model, batch, capacity, self.cache)
         return found + sum(pass_bytes(self.model, batch, width) for width in widths)
 
     def _make_room(self, need: float, using: Session | None = None) -> None:
-        """Drop the sessions used longest ago until every rank has `need` bytes free; none if all
-        that they may hold would not be enough. All ranks drop the same."""
+        """Drop the least recently used sessions until every rank has `need` bytes free; drop none
+        if all of them would not be enough. All ranks drop the same. `using` is kept."""
         old = [key for key, each in self.sessions.items() if each is not using]
         if not old or need <= HEADROOM * least_free(self.device, self.model.reducer):
             return
-        release(self.device)  # what torch keeps unused may be enough
+        release(self.device)  # freed memory that torch keeps may be enough
         free = least_free(self.device, self.model.reducer)
         if need > HEADROOM * (free + sum(map(self._held, old))):
             return
@@ -363,7 +369,19 @@ class Engine:
         are not finite.
         """
         check_count("max_new_tokens", max_new_tokens, 1)
+        max_new_tokens = operator.index(max_new_tokens)
         check_ids("stop", stop)
+        if not isinstance(sampling, Sampling):
+            raise UserError(
+                f"sampling={sampling!r} must be a Sampling, as Sampling(temperature=0.8); leave it "
+                f"out for greedy decoding"
+            )
+        try:
+            prompts = list(prompts)
+        except TypeError as error:
+            raise UserError(
+                f"prompts={prompts!r} must be a list of prompts, each a list of token ids"
+            ) from error
         context, vocabulary = self.model.config.max_seq_len, self.model.config.vocab_size
         prompts = [token_ids(i, prompt, context, vocabulary) for i, prompt in enumerate(prompts)]
         if not prompts:

@@ -1,10 +1,12 @@
-"""The settings of a generation, without torch, which is slow to import: mistakes come first."""
+"""The settings of a generation. Torch is slow to import; without it, mistakes are told at once."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass
+from numbers import Real
 
 from ladder.models.errors import UserError
 
@@ -25,7 +27,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
+        check_number("temperature", self.temperature)
+        if self.temperature < 0:
             raise UserError(f"temperature={self.temperature} must be 0 (greedy) or above")
         if 0 < self.temperature < COLDEST:
             raise UserError(
@@ -33,6 +36,7 @@ class Sampling:
                 f"{COLDEST} and above"
             )
         check_count("top_k", self.top_k, 0, " (all tokens)")
+        check_number("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must be above 0 and at most 1 (all tokens)")
         if self.temperature == 0 and (self.top_k or self.top_p < 1):
@@ -41,8 +45,21 @@ class Sampling:
                 f"{name} has no effect at temperature=0 (greedy); also give a temperature, as 0.8"
             )
         check_count("seed", self.seed, 0)
+        # Python's own, since the integers of NumPy and torch overflow.
+        for name, kind in (
+            ("temperature", float), ("top_p", float), ("top_k", operator.index),
+            ("seed", operator.index),
+        ):  # fmt: skip
+            object.__setattr__(self, name, kind(getattr(self, name)))
         if self.seed >= 2**63:
             raise UserError(f"seed={self.seed} must be below 2**63")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise UserError unless it is a finite number, of Python or NumPy."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not math.isfinite(value):  # type: ignore[arg-type]
+        raise UserError(f"{name}={value!r} must be a finite number; give a float, as 0.8")
 
 
 def check_count(name: str, value: object, least: int, meaning: str = "") -> None:

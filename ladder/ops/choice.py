@@ -1,10 +1,10 @@
 """The choice among an operator's implementations, by tables of measurements.
 
 A table says which is the fastest for a call; `staged`, which every operator has, runs the calls
-that the table does not name. Nothing overlapped is chosen that has not been measured.
+that the table does not name. No overlapped implementation is chosen unless it was measured.
 
-All ranks of a group must choose alike, since implementations exchange data in different ways. So
-sizes are only such that are equal on all ranks, and all ranks capture a call, or none.
+All ranks of a group must choose alike, since implementations exchange data in different ways. So a
+call's sizes must be equal on all ranks, and either all ranks capture a call, or none does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 from weakref import WeakSet
 
@@ -35,6 +36,7 @@ from ladder.ops.registry import (
     OPERATORS,
     Call,
     Implementation,
+    Operator,
     call_of,
     check_types,
     find_implementation,
@@ -42,10 +44,12 @@ from ladder.ops.registry import (
 )
 from ladder.ops.table import VARIABLE, entry_of
 
+NUMBERS = ("capacity", "table_counts")  # what operators' `measure` takes besides shapes
+
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation of a call, its options, and why. others: name -> why not that one.
+    """The implementation of a call, its options, and why. others: (name, why it was not chosen).
 
     ordered: its sums are in the order of the ranks.
     """
@@ -111,12 +115,14 @@ def explain(
 ) -> Choice:
     """Which implementation runs a call, and why; printable.
 
-    shapes: those of the operator's tensors in their order; for a list of tensors, a list of shapes.
-    arguments: what else the operator's sizes depend on (`capacity`). ranks: the size of the group;
-    None: that of the default group. device: the name of a GPU, or "cpu"; None: this machine's.
-    any_order: whether the group allows it (`allow_any_order`); None: what the default group says,
-    if ranks is None, too. mode: "captured" or "eager"; None: that of a call made here, which is
-    eager outside of a capture and of `as_captured`.
+    shapes: those of the tensors that the operator's sizes depend on, in the operator's order: of
+    bags weights and offsets, of rows x, of experts h and W, of the backward passes of
+    `all_gather_matmul` and `matmul_reduce_scatter` all but the gradients. For a list of tensors, a
+    list of shapes. arguments: what else the sizes depend on (`capacity`, `table_counts`). ranks:
+    the size of the group; None: that of the default group. device: the name of a GPU, or "cpu";
+    None: this machine's. any_order: whether the group allows it (`allow_any_order`); None: not, or
+    with ranks=None what the default group allows. mode: "captured" or "eager"; None: that of a call
+    made here, which is eager outside of a capture and of `as_captured`.
     """
     operator = find_operator(op)
     if dtype not in MOVABLE:
@@ -131,24 +137,51 @@ def explain(
         assert dist.group.WORLD is not None
         ranks = dist.get_world_size()
         any_order = allows_any_order(dist.group.WORLD) if any_order is None else any_order
-    if ranks < 1:
-        raise UserError(f"ranks={ranks} must be 1 or more")
+    if isinstance(ranks, bool) or not isinstance(ranks, Integral) or ranks < 1:
+        raise UserError(f"ranks={ranks!r} must be a whole number, 1 or more")
     if device is None:
         device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    names = _check_given(operator, shapes, arguments)
     try:
         inspect.signature(operator.measure).bind(ranks, *shapes, **arguments)
         operator.check(ranks, *(_tensors(each, dtype) for each in shapes), **arguments)
         sizes = operator.measure(ranks, *shapes, **arguments)
     except (TypeError, IndexError, AttributeError, RuntimeError) as error:
-        wanted = ", ".join(list(inspect.signature(operator.measure).parameters)[1:])
         raise UserError(
-            f"shapes={shapes!r} of {op}: give the shapes of {wanted}, in whole numbers from 0 on"
+            f"shapes={shapes!r} of {op}: give the shapes of {names}, in whole numbers from 0 on, "
+            f"and a list of shapes for a list of tensors"
         ) from error
-    return choose(call_of(op, device, dtype, ranks, sizes, bool(any_order), mode))
+    return choose(call_of(op, device, dtype, int(ranks), sizes, bool(any_order), mode))
+
+
+def _check_given(operator: Operator, shapes: Sequence[Any], arguments: Mapping[str, Any]) -> str:
+    """The names of the tensors whose shapes `explain` takes.
+
+    Raises UserError for another number of shapes, and for an argument that is unknown or left out.
+    """
+    _, *taken = inspect.signature(operator.measure).parameters.values()
+    tensors = [each for each in taken if each.name not in NUMBERS]
+    numbers = [each for each in taken if each.name in NUMBERS]
+    names = ", ".join(each.name for each in tensors)
+    if not isinstance(shapes, list | tuple):
+        raise UserError(f"shapes={shapes!r} must be a list, of the shapes of {names}")
+    given = sum(not isinstance(each, int) for each in shapes)  # a number may follow the shapes
+    most, least = len(tensors), sum(each.default is each.empty for each in tensors)
+    if not least <= given <= most:
+        count = f"{least}" if least == most else f"{least} to {most}"
+        raise UserError(
+            f"{operator.name} takes {count} shape{'s' if most > 1 else ''} ({names}), {given} "
+            f"{'was' if given == 1 else 'were'} given"
+        )
+    check_keys(f"explain for {operator.name}", arguments, [each.name for each in numbers])
+    for each in numbers:
+        if each.default is each.empty and each.name not in arguments and given == len(shapes):
+            raise UserError(f"{operator.name} needs {each.name}, too; give {each.name}=NUMBER")
+    return names
 
 
 def _tensors(shape: Any, dtype: torch.dtype) -> Any:
-    """A tensor of a shape, or one of each in a list of shapes, without memory; a number itself."""
+    """A meta tensor of a shape, or a list of them for a list of shapes; a number stays a number."""
     if isinstance(shape, int):
         return shape
     several = shape == [] or not all(isinstance(each, int) for each in shape)
@@ -165,8 +198,8 @@ def choose(call: Call) -> Choice:
 
 
 def listed(call: Call) -> tuple[str, Mapping[str, Any]]:
-    """The implementation that a table names for a call, with its options, or else the one without
-    a measurement; this machine may be another one, and is not asked whether it can run it."""
+    """The implementation that a table names for a call, and its options; else the `unmeasured` one.
+    The call may be for another machine, so this one is not asked whether it can run it."""
     return _listed(call, os.environ.get(VARIABLE) or None)
 
 
@@ -192,8 +225,8 @@ def _choose(
     call: Call, known: tuple[str, ...], asked: tuple[str, tuple[tuple[str, Any], ...]] | None,
     file: str | None, settings: tuple[bool, ...],
 ) -> Choice:  # fmt: skip
-    """known: the operator's implementations, to which others may be added. settings: of torch, on
-    which refusals depend."""
+    """known: the operator's implementations; others may be added later. settings: torch's settings
+    on which refusals depend. Both are here as keys of the cache."""
     implementations = {name: OPERATORS[call.op].implementations[name] for name in known}
     refusals = {name: each.refusal(call) for name, each in implementations.items()}
     options: Mapping[str, Any] = {}

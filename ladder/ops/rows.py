@@ -1,6 +1,6 @@
 """Rows that go to the rank that owns them: all_to_all_rows, return_rows, matmul_all_to_all.
 
-How many rows a rank sends to which is known on the device only. So every rank has room for
+How many rows a rank sends to each other one is known on the device only. So every rank has room for
 `capacity` rows of each of the T ranks, shapes do not depend on the data, and what did not fit is
 counted. Rows keep their order: row j of piece q is the j-th row of rank q that this rank owns.
 
@@ -158,7 +158,7 @@ def _gradients(h: Tensor, W: Tensor, needs_h: bool, needs_W: bool) -> tuple[Tens
 
 
 def owned(owners: Tensor, offsets: Tensor) -> Tensor:
-    """The owners of the experts' rows; nobody owns those behind."""
+    """The owners of the experts' rows; -1 for the rows behind these."""
     at = torch.arange(len(owners), device=owners.device)
     return torch.where(at < offsets[-1], owners, -1)
 
@@ -177,10 +177,13 @@ def _check_owner_values(owners: Tensor, group_name: str) -> None:
     On a GPU the host would wait for the values; there such rows are not sent.
     """
     ranks = size_of(group_name)
-    if owners.device.type == "cpu" and len(owners) and int(owners.max()) >= ranks:
+    if owners.device.type != "cpu" or not len(owners):
+        return
+    least, most = map(int, owners.aminmax())
+    if least < -1 or most >= ranks:
         raise UserError(
-            f"owners has a {int(owners.max())}; expected ranks of the group, 0 to {ranks - 1}, or "
-            f"-1 for a row that is not sent"
+            f"owners has a {least if least < -1 else most}; expected ranks of the group, 0 to "
+            f"{ranks - 1}, or -1 for a row that is not sent"
         )
 
 
@@ -204,10 +207,10 @@ def all_to_all_rows(
     """Send each row of x to its owner: (rows, counts, overflow).
 
     x: [m, D], of int32 or int64 as well; m may differ between ranks. owners: [m] int32 or int64, a
-    rank of the group, or -1 for a row that is not sent. capacity: the room for rows of each rank,
-    the same on all. rows: [T, capacity, D], piece q from rank q in its order, zeros behind. counts:
-    [T] int64, the rows that rank q had for this one, also those that did not fit. overflow: []
-    int64, how many of them did not, of all ranks. Adjoint: return_rows.
+    rank of the group, or -1 for a row that is not sent. capacity: the room for rows of each sender,
+    the same on all ranks. rows: [T, capacity, D], piece q from rank q in its order, zeros behind.
+    counts: [T] int64, the rows that rank q had for this one, also those that did not fit. overflow:
+    [] int64, how many of them did not, of all ranks. Adjoint: return_rows.
     """
     _check_all_to_all_rows(x, owners, capacity, group_name)
     _check_owner_values(owners, group_name)

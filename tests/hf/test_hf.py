@@ -252,6 +252,29 @@ def test_replicas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"output_attentions": True}, "output_attentions=True is not supported"),
         ({"input_ids": None}, "inputs_embeds is not supported"),
         ({"attention_mask": torch.ones(2, 3)}, "attention_mask has 3 positions for 11"),
+        (
+            {"attention_mask": torch.ones(2, 1, 11, 11, dtype=torch.int64)},
+            r"attention_mask is \[2, 1, 11, 11\] of int64; .* of bool, .* of float, .*; give it as",
+        ),
+        (
+            {"attention_mask": torch.ones(2, 11, 11)},
+            r"is \[2, 11, 11\] of float32; expected \[B, S",
+        ),
+        ({"attention_mask": torch.ones(11)}, r"attention_mask is \[11\] of float32; expected"),
+        ({"attention_mask": [[1] * 11] * 2}, "attention_mask is a list; expected"),
+        ({"attention_mask": torch.zeros(3, 11)}, "for 2 sequences; give one row for each"),
+        ({"attention_mask": torch.ones(2, 1, 11, 9)}, r"expected \[B, 1, 11, 11\], the tokens and"),
+        ({"attention_mask": torch.ones(2, 1, 3, 11)}, r"expected \[B, 1, 11, 11\], the tokens and"),
+        ({"input_ids": TOKENS[0]}, r"input_ids is \[11\] of int64; expected \[B, S\]"),
+        (
+            {"input_ids": TOKENS[0], "logits_to_keep": 1},
+            r"input_ids is \[11\] of int64; expected \[B, S\]",
+        ),
+        (
+            {"input_ids": TOKENS / 2},
+            r"input_ids is \[2, 11\] of float32; expected \[B, S\] of int64",
+        ),
+        ({"input_ids": [[1, 2]]}, "input_ids is a list; expected"),
     ],
 )
 def test_what_is_not_supported_is_refused(options: dict[str, Any], message: str) -> None:

@@ -132,6 +132,10 @@ def test_a_folder_in_place_of_a_model(tmp_path: Path) -> None:
         Engine(tmp_path, reducer="push", device="cpu")
     with pytest.raises(UserError, match="loaded already"):
         Engine(model, reducer="async")
+    for wrong in (Engine(model), torch.nn.Linear(2, 2), None):
+        name = type(wrong).__name__
+        with pytest.raises(UserError, match=f"model is of type {name}; give a Transformer"):
+            Engine(wrong)  # type: ignore[arg-type]
 
 
 def prompts_of(*lengths: int, seed: int = 2) -> list[list[int]]:

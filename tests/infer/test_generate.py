@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -134,6 +135,8 @@ def test_nan_never_becomes_a_token() -> None:
         (5, {}, "prompt 0 is an int, no list of token ids"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens=0 must be a whole number, 1 or above"),
         ([1], {"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be a whole number"),
+        ([1], {"sampling": None}, "sampling=None must be a Sampling"),
+        ([1], {"sampling": {"top_k": 5}}, "sampling={'top_k': 5} must be a Sampling"),
         ([1], {"stop": 5}, "stop=5 must be token ids"),
         ([1], {"stop": [2.5]}, r"stop=\[2.5\] must be token ids; give a list of integers"),
         (b"ab", {}, "prompt 0 is a bytes, no list of token ids"),
@@ -147,6 +150,25 @@ def test_nan_never_becomes_a_token() -> None:
 def test_bad_prompts_are_refused(prompt: Any, settings: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         generate(make("ladder", None), [prompt], **settings)
+
+
+@pytest.mark.parametrize("given", [None, 5, torch.tensor(5)])
+def test_what_is_no_list_of_prompts_is_refused(given: Any) -> None:
+    with pytest.raises(UserError, match=r"prompts=.* must be a list of prompts, each a list"):
+        generate(make("ladder", None), given)
+
+
+def test_integers_of_numpy_and_torch_are_as_pythons() -> None:
+    """Their own arithmetic overflows within a seed's, and in the length of a prompt's row."""
+    model, given = make("ladder", None), [[5, 8, 13]]
+    options: dict[str, Any] = {"temperature": 1.0, "top_k": 9, "seed": 3}
+    expected = generate(model, given, max_new_tokens=9, sampling=Sampling(**options))
+    for kind in (np.int64, np.uint64, np.uint8, torch.tensor):
+        numbers = {"top_k": kind(9), "seed": kind(3)}
+        sampling = Sampling(**{**options, **numbers, "temperature": np.float64(1)})
+        assert sampling == Sampling(**options)
+        found = generate(model, given, max_new_tokens=kind(9), sampling=sampling)
+        assert found == expected
 
 
 def test_prompts_may_be_tensors() -> None:
@@ -167,6 +189,11 @@ def test_prompts_may_be_tensors() -> None:
         ({"top_k": 5}, "top_k=5 has no effect"),
         ({"top_p": 0.9}, "top_p=0.9 has no effect"),
         ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf must be a finite number"),
+        ({"temperature": "0.8"}, "temperature='0.8' must be a finite number; give a float"),
+        ({"temperature": None}, "temperature=None must be a finite number"),
+        ({"temperature": True}, "temperature=True must be a finite number"),
+        ({"top_p": None}, "top_p=None must be a finite number"),
         ({"top_k": -1}, r"top_k=-1 must be a whole number, 0 \(all tokens\) or above"),
         ({"top_k": 2.5, "temperature": 1.0}, "top_k=2.5 must be a whole number"),
         ({"seed": 1.5}, "seed=1.5 must be a whole number"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ def old_numbers(name: str, shape: torch.Size, seed: int, num_layers: int) -> Ten
 def test_the_numbers_of_a_seed_stay(config: object) -> None:
     """Bit for bit: runs and results of before are those of their seeds."""
     model = Transformer(config)  # type: ignore[arg-type]
-    initialise(model, seed=5)
+    initialise(model, seed=np.int64(5))
     for name, parameter in model.named_parameters():
         expected = old_numbers(name, parameter.shape, 5, model.config.num_layers)
         assert torch.equal(parameter, expected), name

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -55,3 +58,21 @@ def test_the_page_names_every_operator_as_it_is_called() -> None:
         for line in written:
             given = line[len(name) + 1 : line.index(")")].replace("*, ", "")
             assert ", ".join(word.split("=")[0] for word in given.split(", ")) == arguments
+
+
+def test_the_page_has_the_shapes_that_explain_takes() -> None:
+    lines = iter(PAGE.splitlines())
+    assert any(line == "| operators | shapes | also |" for line in lines)
+    next(lines)
+    found: dict[str, list[str]] = {}
+    for line in itertools.takewhile(bool, lines):
+        operators, shapes, also = line.strip("|").split(" | ")
+        words = re.sub(r" \(.*?\)", "", shapes).split(", or ")[-1].split(", ")
+        words += [word.strip("`=") for word in also.split() if word.endswith("=`")]
+        found |= {
+            name.strip(" `"): [word.strip() for word in words] for name in operators.split(",")
+        }
+    assert found == {
+        name: list(inspect.signature(each.measure).parameters)[1:]
+        for name, each in OPERATORS.items()
+    }

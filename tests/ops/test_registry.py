@@ -255,15 +255,20 @@ def test_a_table_that_is_none_is_refused(table: Path) -> None:
 def test_wrong_questions_are_refused() -> None:
     for options, words in (
         ({"op": "matmul"}, "unknown operator 'matmul'"),
-        ({"shapes": [(4, 5)]}, "give the shapes of A, B"),
-        ({"shapes": [(4, 3), 2]}, "give the shapes of A, B"),
+        ({"shapes": [(4, 5)]}, r"takes 2 to 3 shapes \(A, B, addend\), 1 was given"),
+        ({"shapes": [(4, 3), 2]}, r"takes 2 to 3 shapes \(A, B, addend\), 1 was given"),
+        ({"shapes": [(4, 3), (3, 2), 2]}, "give the shapes of A, B"),
+        ({"shapes": None}, "shapes=None must be a list"),
+        ({"ranks": 2.5}, "ranks=2.5 must be a whole number, 1 or more"),
+        ({"ranks": True}, "ranks=True must be a whole number"),
+        ({"rank": 2}, r"unknown key 'rank' of explain for matmul_all_reduce"),
         ({"shapes": [(4, 3), None]}, "give the shapes of A, B"),
         ({"shapes": [(), (3,)]}, r"A has shape \[\]; expected two dimensions or more"),
         ({"shapes": [(3, 5), (6, 7)]}, r"B has shape \[6, 7\]; expected \[5, n\]"),
         ({"shapes": [(-4, 3), (3, 2)]}, "in whole numbers from 0 on"),
         ({"shapes": [(4.0, 3), (3, 2)]}, "in whole numbers from 0 on"),
         ({"dtype": torch.int32}, r"A is torch.int32; expected bfloat16"),
-        ({"ranks": 0}, "ranks=0 must be 1 or more"),
+        ({"ranks": 0}, "ranks=0 must be a whole number, 1 or more"),
         ({"dtype": torch.int8}, "unknown dtype"),
         ({"ranks": None}, "ranks=None without a process group"),
     ):
@@ -297,6 +302,30 @@ def test_wrong_questions_are_refused() -> None:
         ("return_rows", [(3, 8, 2)], {}, "a piece for each of 4 ranks"),
         ("matmul_all_to_all", [(8, 3), (2, 4, 5)], {"capacity": 4}, r"W has shape \[2, 4, 5\]"),
         ("embedding_bag_all_to_all", [[(9, 4)], (10,)], {}, "a B that 4 ranks divide"),
+        ("all_to_all_rows", [(8, 3), 4], {}, ""),  # as `ladder bench ops` asks
+        ("all_to_all_rows", [(8, 3)], {}, "all_to_all_rows needs capacity, too; give capacity="),
+        (
+            "all_to_all_rows", [(8, 3), (8,)], {"capacity": 4},
+            r"all_to_all_rows takes 1 shape \(x\), 2 were given",
+        ),
+        ("return_rows", [(4, 8, 2), (8,)], {}, r"takes 1 shape \(rows\), 2 were given"),
+        (
+            "matmul_all_to_all", [(8, 3), (2, 3, 5), (3,), (8,)], {"capacity": 4},
+            r"takes 2 shapes \(h, W\), 4 were given",
+        ),
+        (
+            "matmul_reduce_scatter_backward", [(2, 2), (8, 8), (8, 2)], {},
+            r"takes 2 shapes \(A, B\), 3 were given",
+        ),
+        (
+            "all_gather_matmul_backward", [(8, 8), [(8, 2)], [(8, 2)]], {},
+            r"takes 2 shapes \(whole, Bs\), 3 were given",
+        ),
+        (
+            "embedding_bag_all_to_all", [[(10, 4)], (8,), (5,)], {},
+            r"takes 2 shapes \(weights, offsets\), 3 were given",
+        ),
+        ("embedding_bag_all_to_all", [(10, 4), (9,)], {}, "a list of shapes for a list of tensors"),
         (
             "embedding_bag_all_to_all", [[(9, 4)], (9,)], {"table_counts": [1, 2]},
             r"table_counts=\[1, 2\]; expected 4 numbers",

@@ -203,6 +203,8 @@ def checked(rank: int, world_size: int) -> None:
     check_refused(r"owners has shape \[4\]; expected \[3\]", send, x[:3], owners, 2, name)
     check_refused(r"owners is torch.float32", send, x, owners.float(), 2, name)
     check_refused(r"owners has a 2; expected .* 0 to 1, or -1", send, x, owners + 1, 2, name)
+    check_refused(r"owners has a -2; expected .* 0 to 1, or -1", send, x, owners - 1, 2, name)
+    check_refused(r"owners has a -2; expected", back, rows, owners - 1, name)
     check_refused(
         "x is torch.int8; expected .*float64, int32, int64", send, x.char(), owners, 2, name
     )

@@ -23,6 +23,13 @@ STEP: dict[str, Any] = {
               "seq_len": 8192, "batch": 1, "micro_batch": 1, "dtype": "bfloat16",
               "checkpointing": "none", "compile": True, "later": 1},
 }  # fmt: skip
+OPERATOR: dict[str, Any] = {
+    "machine": {"gpu": "NVIDIA H200", "date": "2026-11-25"},
+    "result": {"us": 300.0, "low_us": 299.0, "high_us": 301.0, "ect_us": 40.0, "efficiency": 0.5},
+    "point": {"op": "matmul_reduce_scatter", "shape": "flux-gpt3", "m": 4096, "n": 12288,
+              "k": 49152, "ranks": 2, "dtype": "bfloat16", "experts": 0, "tables": 0, "pooling": 0,
+              "way": "chunked", "role": "operator", "mode": "captured"},
+}  # fmt: skip
 
 
 def changed(record: dict[str, Any], **values: object) -> dict[str, Any]:
@@ -60,6 +67,40 @@ def test_values_of_a_wrong_kind_are_refused_in_one_line(
     file = tmp_path / "records.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     assert main(["predict", *command.split(), str(file)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"{key}={value!r}" in said
+    assert "`ladder bench`" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("m", "4096"),
+        ("k", 0),
+        ("shape", ["flux-gpt3"]),
+        ("ranks", [2]),
+        ("op", {}),
+        ("mode", ["captured"]),
+        ("mode", "graph"),
+        ("way", ["chunked"]),
+        ("us", float("nan")),
+        ("us", 0),
+        ("us", None),
+        ("low_us", "1"),
+        ("ect_us", float("inf")),
+        ("efficiency", float("nan")),
+        ("efficiency", "0.5"),
+    ],
+)
+def test_records_of_operators_are_checked_as_those_of_models(
+    key: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "records.jsonl"
+    lines = [OPERATOR, changed(OPERATOR, **{key: value})]
+    file.write_text(json.dumps(lines[0]), encoding="utf-8")
+    assert main(["predict", "validate", str(file), "--machine", "h200x2", "--json"]) == 0
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    assert main(["predict", "validate", str(file), "--machine", "h200x2", "--json"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert f"{key}={value!r}" in said
     assert "`ladder bench`" in said

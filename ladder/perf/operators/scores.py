@@ -1,4 +1,4 @@
-"""Predicted times and E of operators beside those of `ladder bench ops`, and the errors."""
+"""Predicted times and E of operators against those of `ladder bench ops`, and the errors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ladder.bench.ops.points import OpPoint, Variant, point_of, recorded
-from ladder.comm.capture import Mode
-from ladder.models.errors import UserError
+from ladder.comm.capture import MODES, Mode
 from ladder.perf.machine import Machine
 from ladder.perf.operators.cost import HOSTS, Host
 from ladder.perf.operators.predict import ALONE, Predicted, Predictor, plain
-from ladder.perf.prediction.records import known_degrees, records
+from ladder.perf.prediction.records import check_kinds, check_number, cut, known_degrees, records
 from ladder.plans import aligned
 
 HEAD = [
@@ -30,7 +29,7 @@ product, what the host takes for a call, and that graphs run two streams at once
 
 @dataclass(frozen=True)
 class Measured:
-    """One way of a record: microseconds, ECT, E, and E at its 90th and its 10th percentile."""
+    """One way of a record: microseconds, ECT, E, and E at the time's 90th and 10th percentile."""
 
     us: float
     ect_us: float
@@ -41,8 +40,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class OperatorScore:
-    """A way of a point in a mode (captured, eager), with its prediction: ours by its variant, the
-    product alone, or the baseline."""
+    """A way of a point in a mode (captured, eager), with its prediction. The way is a variant of
+    ours, the product alone, or the baseline."""
 
     point: OpPoint
     way: str
@@ -56,7 +55,7 @@ class OperatorScore:
 
     @property
     def off(self) -> float | None:
-        """Of E, what the prediction is off by."""
+        """The error of the predicted E."""
         if self.predicted.efficiency is None or self.measured.efficiency is None:
             return None
         return self.predicted.efficiency - self.measured.efficiency
@@ -72,8 +71,8 @@ class OperatorScore:
 
 
 def scores(files: Sequence[Path], machine: Machine) -> list[OperatorScore]:
-    """All recorded ways on this machine's GPUs that are predicted; of a way's records the one of
-    the median time."""
+    """All recorded ways on this machine's GPUs that can be predicted. Of several records of a way,
+    the one with the median time counts."""
     found: dict[tuple[OpPoint, str, Mode, Variant, Host], list[Measured]] = {}
     predictors = {host: Predictor(machine, host) for _, host in HOSTS}
     for point, way, mode, variant, host, measured in _ways(files, machine):
@@ -92,30 +91,37 @@ def scores(files: Sequence[Path], machine: Machine) -> list[OperatorScore]:
 def _ways(
     files: Sequence[Path], machine: Machine
 ) -> Iterator[tuple[OpPoint, str, Mode, Variant, Host, Measured]]:
-    """What was timed, what the host took for a call then (`OperatorCost`), and the time."""
+    """What was timed, the host's time for a call at that date (`OperatorCost`), and the time."""
     degrees = known_degrees(machine)
-    said = ", ".join(map(str, files))
     for record in records(files):
         data, about = record.get("point", {}), record.get("machine", {})
         if "way" not in data or about.get("gpu") != machine.gpu or not record.get("result"):
             continue
         try:
             point = point_of(data)
+            check_kinds(point)
+            for name in ("m", "n", "k"):
+                check_number(name, getattr(point, name), above=0)
+            _check_way(data)
             variant = _variant(data, point)
             if variant is None or point.ranks not in degrees:
                 continue
             host = max((day, host) for day, host in HOSTS if day <= about["date"])[1]
             found = point, data["way"], data["mode"], variant, host, _measured(record["result"])
         except (KeyError, TypeError) as error:
-            raise UserError(
-                f"{said}: a record lacks a field, or has one that is unknown ({error}); name files "
-                f"that this version of `ladder bench` has written"
-            ) from error
+            raise cut(files, error) from error
         yield found
 
 
+def _check_way(data: Mapping[str, Any]) -> None:
+    """Raise TypeError unless the way is named, and its mode is one."""
+    for name, right in (("way", isinstance(data["way"], str)), ("mode", data["mode"] in MODES)):
+        if not right:
+            raise TypeError(f"{name}={data[name]!r}")
+
+
 def _variant(data: Mapping[str, Any], point: OpPoint) -> Variant | None:
-    """What was timed; None for what is not ours."""
+    """The variant that was timed; None for one that is not ours."""
     if data["role"] == "alone":
         return Variant(ALONE) if data["way"] == ALONE else None
     if data["role"] == "collective":
@@ -127,6 +133,11 @@ def _variant(data: Mapping[str, Any], point: OpPoint) -> Variant | None:
 
 def _measured(result: Mapping[str, Any]) -> Measured:
     us, ect, e = result["us"], result["ect_us"], result["efficiency"]
+    for name in ("us", "low_us", "high_us"):
+        check_number(name, result[name], above=0)
+    check_number("ect_us", ect)
+    if e is not None:
+        check_number("efficiency", e)
     if e is None or e == 1:
         return Measured(us, ect, e, None, None)
     baseline = ect / (1 - e)  # of NCCL
@@ -138,8 +149,8 @@ def _measured(result: Mapping[str, Any]) -> Measured:
 
 
 def report(found: Sequence[OperatorScore]) -> list[str]:
-    """Every way, then the errors by operator and implementation, and how often the prediction picks
-    the fastest."""
+    """Every way, then the errors by implementation, and how often the prediction picks the fastest
+    one."""
     rows = [HEAD]
     for each in sorted(found, key=_order):
         one, other = each.measured, each.predicted
@@ -176,8 +187,8 @@ def _share(e: float | None) -> str:
 
 
 def summary(found: Iterable[OperatorScore]) -> dict[str, tuple[int, float, float, list[float]]]:
-    """By implementation: how many calls, the mean error of their times (%) and of their ECT (us),
-    and what each E is off by."""
+    """By implementation: the number of calls, the mean error of their times (%) and of their ECT
+    (us), and the error of each E."""
     groups: dict[str, list[OperatorScore]] = {}
     for each in found:
         groups.setdefault(each.way, []).append(each)
@@ -192,8 +203,8 @@ def summary(found: Iterable[OperatorScore]) -> dict[str, tuple[int, float, float
 
 
 def picks(found: Iterable[OperatorScore]) -> list[float]:
-    """How much longer than the fastest what is predicted to be the fastest took, in each point and
-    mode with several ways beside the product alone."""
+    """For each point and mode with several ways (the product alone not counted): how much longer
+    than the fastest way the one took that is predicted to be the fastest, as a share."""
     cases: dict[tuple[OpPoint, str], list[OperatorScore]] = {}
     for each in found:
         if each.way != ALONE:

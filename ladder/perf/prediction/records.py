@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -35,8 +36,8 @@ from ladder.perf.prediction.eras import (
 )
 from ladder.perf.riders import TODAY, Kernels
 
-CALIBRATED = ("llama-3-8b", "none")  # on all GPUs: what fitted values may come from
-RANK = ("quarter-8b", 1)  # on so many GPUs: what a rank of it computes at TP 4
+CALIBRATED = ("llama-3-8b", "none")  # model and plan on all GPUs, from which values may be fitted
+RANK = ("quarter-8b", 1)  # a model and GPUs: it computes what a rank of that model does at TP 4
 MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms", "train": "step_ms"}
 Point = TypeVar("Point")
 TP_DEGREE = 4  # T of recorded training steps of plans that depend on it, the default of bench train
@@ -63,18 +64,15 @@ class Run(TrainingPoint):
 
     @property
     def tokens(self) -> int:
-        """Those of one step over all copies of the model."""
+        """The tokens of one step over all copies of the model."""
         return self.gpus // parse_layout(self.layout).tp * self.batch * self.seq_len
-
-
-KINDS = {each: get_type_hints(each) for each in (InferencePoint, Run)}  # of the fields' values
 
 
 @dataclass(frozen=True)
 class Score:
-    """A recorded pass and its prediction, in milliseconds. Of a point's records the median counts,
-    and of training steps the least: some machines' hosts were slow, and no GPU too fast. era: of a
-    decode step. inside: whether a prompt ran by fused operators unasked.
+    """A recorded pass and its prediction, in milliseconds. measured: the median of a point's
+    records, for training steps the least: some hosts were slow, and no GPU was too fast. era: of a
+    decode step. inside: whether a prompt ran by fused operators without being asked to.
     """
 
     phase: str
@@ -93,15 +91,15 @@ class Score:
 def inference_times(
     files: Iterable[Path], machine: Machine, phase: str, of: Chosen = every
 ) -> dict[InferencePoint, float]:
-    """Milliseconds of each point that was recorded on this machine's GPUs and that is predicted;
-    medians over its records. of: as of `inference_runs`."""
+    """Milliseconds of each point that was recorded on this machine's GPUs and can be predicted:
+    medians over its records. of: see `inference_runs`."""
     runs = inference_runs(files, machine, phase, of=of)
     found = by_point((point, ms) for point, _, ms in runs)
     return {point: statistics.median(times) for point, times in found.items()}
 
 
 def by_point(runs: Iterable[tuple[Point, float]]) -> dict[Point, list[float]]:
-    """All recorded times of each."""
+    """All recorded times of each point."""
     found: dict[Point, list[float]] = {}
     for point, ms in runs:
         found.setdefault(point, []).append(ms)
@@ -112,10 +110,10 @@ def inference_runs(
     files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None,
     of: Chosen = every, inside: bool | None = None,
 ) -> Iterator[tuple[InferencePoint, str, float]]:  # fmt: skip
-    """Each record of a point that is predicted: the point, what tells the run of the benchmark from
-    others (commit and command), and milliseconds. left_out: gets how many are not, by why. of:
-    which records, by what they say of their machine. inside: those of prompts that ran by fused
-    operators unasked, or the others; None: all."""
+    """The records that can be predicted: the point, what tells a run of the benchmark from others
+    (commit and command), and milliseconds. left_out: counts the other records by reason. of: a
+    filter on what records say of their machine. inside: whether to take prompts that ran by fused
+    operators without being asked to, or the others; None: all."""
     left_out = Counter() if left_out is None else left_out
     names = {each.name for each in fields(InferencePoint)}
     degrees = known_degrees(machine)
@@ -130,9 +128,10 @@ def inference_runs(
         try:
             point = InferencePoint(**{key: data[key] for key in data if key in names})
             ms = record["result"][MEASURED[phase]]
-            _check(point, MEASURED[phase], ms)
+            check_kinds(point)
+            check_number(MEASURED[phase], ms, above=0)
         except (KeyError, TypeError) as error:
-            raise _cut(files, error) from error
+            raise cut(files, error) from error
         reason = _inference_refusal(point, phase, degrees, not without_peers(machine))
         if point.cache == "fp8" and not reason:
             reason = _cache_refusal(about, machine)
@@ -162,7 +161,7 @@ def _elsewhere(record: Mapping[str, Any], machine: Machine, left_out: Counter[st
 
 
 def _inference_refusal(point: InferencePoint, phase: str, degrees: set[int], peers: bool) -> str:
-    """Why an inference point is not predicted, or nothing. peers: whether the machine's GPUs can
+    """Why an inference point cannot be predicted, or "". peers: whether the machine's GPUs can
     access each other's memory."""
     able = (*WAY, FUSED) if phase == "prefill" else tuple(WAY)
     if point.tp > 1 and point.p2p != peers:
@@ -187,7 +186,7 @@ def _inference_refusal(point: InferencePoint, phase: str, degrees: set[int], pee
 
 
 def _cache_refusal(about: Mapping[str, Any], machine: Machine) -> str:
-    """Why a record with a cache in fp8 is not predicted, or nothing."""
+    """Why a record with a cache in fp8 cannot be predicted, or ""."""
     if reads_bytewise(about):
         return "with a cache in fp8, read by older kernels"
     if not machine.family(ATTENTION["fp8"]):
@@ -196,7 +195,7 @@ def _cache_refusal(about: Mapping[str, Any], machine: Machine) -> str:
 
 
 def training_times(files: Iterable[Path], machine: Machine) -> dict[Run, float]:
-    """Milliseconds of each training step that was recorded on this machine's GPUs; the least."""
+    """Milliseconds of each training step that was recorded on this machine's GPUs: the least."""
     found = by_point(training_runs(files, machine))
     return {run: min(times) for run, times in found.items()}
 
@@ -205,7 +204,7 @@ def training_runs(
     files: Iterable[Path], machine: Machine, left_out: Counter[str] | None = None,
     of: Chosen = every,
 ) -> Iterator[tuple[Run, float]]:  # fmt: skip
-    """Each record of a training step that is predicted, and milliseconds. left_out, of: as of
+    """The records of training steps that can be predicted, with milliseconds. left_out, of: see
     `inference_runs`."""
     left_out = Counter() if left_out is None else left_out
     names = {each.name for each in fields(TrainingPoint)}
@@ -217,9 +216,10 @@ def training_runs(
         try:
             kept = {key: data[key] for key in data if key in names}
             run, ms = Run(**kept, gpus=about["ranks"]), record["result"]["step_ms"]
-            _check(run, "step_ms", ms)
+            check_kinds(run)
+            check_number("step_ms", ms, above=0)
         except (KeyError, TypeError) as error:
-            raise _cut(files, error) from error
+            raise cut(files, error) from error
         if run.gpus not in degrees:
             left_out[f"on {run.gpus} GPUs, of which no machine's file has collectives"] += 1
         elif run.dtype != "bfloat16" or not run.compile:
@@ -230,19 +230,27 @@ def training_runs(
             yield run, ms
 
 
-def _check(point: InferencePoint | Run, name: str, ms: object) -> None:
-    """Raise TypeError for values of a wrong kind: counts are whole numbers that are not negative,
-    and a time is above 0."""
-    for key, kind in KINDS[type(point)].items():
+_kinds = functools.cache(get_type_hints)  # of a point's fields
+
+
+def check_kinds(point: object) -> None:
+    """Raise TypeError for a field of a wrong kind; counts are whole numbers from 0 on."""
+    for key, kind in _kinds(type(point)).items():  # type: ignore[arg-type]
         value = getattr(point, key)
         alike = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
         if not alike or (isinstance(value, int) and value < 0):
             raise TypeError(f"{key}={value!r}")
-    if isinstance(ms, bool) or not isinstance(ms, int | float) or not 0 < ms < math.inf:
-        raise TypeError(f"{name}={ms!r} is no time")
 
 
-def _cut(files: Iterable[Path], error: Exception) -> UserError:
+def check_number(name: str, value: object, above: float = -math.inf) -> None:
+    """Raise TypeError unless it is a finite number above `above`."""
+    alike = isinstance(value, int | float) and not isinstance(value, bool)
+    if not alike or not above < value < math.inf:  # type: ignore[operator]
+        raise TypeError(f"{name}={value!r}")
+
+
+def cut(files: Iterable[Path], error: Exception) -> UserError:
+    """The error of records whose fields are not what a benchmark writes."""
     said = ", ".join(map(str, files))
     return UserError(
         f"{said}: a record lacks a field, or has one that is unknown or wrong ({error}); name "
@@ -267,19 +275,19 @@ def known_degrees(machine: Machine) -> set[int]:
 
 
 def context_of(point: InferencePoint) -> int:
-    """Halfway through the new tokens."""
+    """The context of a recorded decode step: that halfway through the new tokens."""
     return point.prompt + point.new_tokens // 2
 
 
 def is_calibration(point: InferencePoint, machine: Machine) -> bool:
-    """Whether a fitted value comes from it, or could."""
+    """Whether a fitted value comes from a point, or could come from it."""
     where = {(CALIBRATED[0], machine.gpus), RANK}
     this = point.plan == CALIBRATED[1] and (point.model, point.tp) in where
     return this and not point.no_comm and point.weights in ("bf16", *EIGHT_BITS)
 
 
 def is_training_calibration(run: Run, machine: Machine) -> bool:
-    """The step of `none` is recorded as that of standard without its reduces."""
+    """The same for a training step. Plan `none` is recorded as `standard` without its reduces."""
     this = (run.model, run.plan, run.no_comm) == (CALIBRATED[0], "standard", True)
     return this and parse_layout(run.layout).tp == run.gpus == machine.gpus
 
@@ -287,7 +295,7 @@ def is_training_calibration(run: Run, machine: Machine) -> bool:
 def predicted(
     phase: str, point: Any, machine: Machine, kernels: Kernels = TODAY, inside: bool = True
 ) -> float:
-    """Milliseconds. kernels: of a decode step. inside: as of `phases.prefill`."""
+    """The predicted milliseconds. kernels: of a decode step. inside: see `phases.prefill`."""
     if isinstance(point, Run):
         found = phases.train(
             shape_of(point, TP_DEGREE), machine, point.layout, point.seq_len, point.batch,
@@ -307,10 +315,10 @@ def predicted(
 def scores(
     files: Iterable[Path], machine: Machine, phase: str, left_out: Counter[str] | None = None
 ) -> list[Score]:
-    """All recorded passes of a phase with their predictions. Of a shipped machine, decode steps by
-    older kernels are predicted as such, and older prompts and training by the file of then; prompts
-    of all records by operators if they ran so, and by copies between products if not. left_out:
-    gets how many records there are besides, by why they have none."""
+    """All recorded passes of a phase with their predictions. For a shipped machine, decode steps by
+    older kernels are predicted with these, and older prompts and training with the file of then.
+    Prompts are predicted by operators if they ran so, or else by copies between products. left_out:
+    counts the records without a prediction, by reason."""
     left_out = Counter() if left_out is None else left_out
     found = []
     ways = (True, False) if phase == "prefill" else (None,)
@@ -334,7 +342,7 @@ def scores(
 
 
 def _eras(machine: Machine, phase: str) -> Iterator[tuple[Era, tuple[Machine, Kernels], Chosen]]:
-    """By what machine and kernels records are predicted, and which."""
+    """The machine and kernels of each era, and the filter for the records to predict with them."""
     if phase == "decode":
         yield from ((era, as_then(machine, era), of_era(era)) for era in ERAS)
         return
@@ -347,7 +355,7 @@ def _eras(machine: Machine, phase: str) -> Iterator[tuple[Era, tuple[Machine, Ke
 def summary(
     found: Iterable[Score], key: Callable[[Score], tuple[str, ...]]
 ) -> dict[tuple[str, ...], tuple[int, float, float, float]]:
-    """Of each group how many held-out points, and their mean, 90th percentile and largest error
+    """By group, the number of held-out points and their mean, 90th percentile and largest error
     (%)."""
     groups: dict[tuple[str, ...], list[float]] = {}
     for each in found:
