@@ -32,7 +32,7 @@ from ladder.folders import newest as newest
 from ladder.hf_config import config_from_huggingface, stop_tokens
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
-from ladder.models.quantised import declare_quantised, matrices, refuse_cut_blocks
+from ladder.models.quantised import declare_quantised, held_as, matrices, refuse_cut_blocks
 from ladder.models.storage import QUANTISED
 from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel import launch
@@ -296,9 +296,14 @@ def load_model(
 
     dtype: None keeps the stored one (see `stored_dtype`). reducer: see `shard_model`. weights: a
     name in QUANTISED, the type in which to store the matrices while they are read; None: as they
-    are. Matrices in 8 bits keep their type. Each process reads only its own slices.
+    are. Matrices in 8 bits keep their type: another one is a UserError. Each process reads only its
+    own slices.
     """
     model, reader = _opened(folder)
+    held = held_as(model)
+    if weights and held and weights != held:
+        raise UserError(f"weights={weights}: {folder} holds {held} weights; leave weights out")
+    weights = None if held else weights
     refuse_cut_blocks(model, 1 if mesh is None else mesh.size(), str(folder))
     dtype = dtype or stored_dtype(model, reader)
     where = "meta" if weights else device

@@ -71,12 +71,13 @@ def test_a_word_for_none_is_no_text(name: str, tmp_path: Path) -> None:
     """A folder or a project of that name would be taken, or asked for, in silence."""
     file = tmp_path / "a.yaml"
     for word in ("null", "None", "false", "~", "off"):
-        message = f"{name}={word} would name a .*; for none, leave {name} out, or write {name}="
+        message = f"{name}={word} would name a .*; give its name, or for none leave {name} out"
         with pytest.raises(UserError, match=message):
             load_train_config("tiny", [f"{name}={word}"])
     for value in ("false", "'null'"):
         file.write_text(f"data: d\nout: o\n{name}: {value}\n")
-        with pytest.raises(UserError, match=f"{name}=.* would name a .*; for none, leave {name}"):
+        message = f"{name}=.* would name a .*; give its name, or for none leave {name}"
+        with pytest.raises(UserError, match=message):
             load_train_config(str(file), [])
     for value in ("", "null", "''"):
         file.write_text(f"data: d\nout: o\n{name}: {value}\n")

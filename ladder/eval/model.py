@@ -34,7 +34,7 @@ from ladder.data.tokenizer import (
 from ladder.eval.scoring import Request, Score, score
 from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling
-from ladder.infer.settings import check_count
+from ladder.infer.settings import check_count, check_number
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
@@ -258,8 +258,7 @@ def generation(
             if name in given:
                 check_count(name, given[name], 1)
         for name in ("temperature", "top_p"):
-            if not isinstance(given.get(name, 1.0), int | float):
-                raise UserError(f"{name}={given[name]!r} must be a number")
+            check_number(name, given.get(name, 1.0))
         known = {**normalize_gen_kwargs(given, DEFAULT_NEW_TOKENS)}
         sample = known.get("do_sample") and known.get("temperature", 1.0) > 0
         sampling: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 
 import torch
@@ -102,8 +102,14 @@ def _kept(name: str, parameter: Tensor) -> bool:
     return is_quantised(parameter.dtype) or name.endswith(".scales")
 
 
-def _check_memory(model: Transformer, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Raise UserError where this process's part of the weights is larger than the device."""
+def _check_memory(
+    model: Transformer, device: torch.device, dtype: torch.dtype | None, small: Container[str] = ()
+) -> None:
+    """Raise UserError where this process's part of the weights is larger than the device.
+
+    small: the names of parameters that will have 8 bits; the others will have `dtype`. The model
+    may be sharded already.
+    """
     if device.type == "cuda":
         room = torch.cuda.get_device_properties(device).total_memory
     elif device.type == "cpu":
@@ -113,9 +119,9 @@ def _check_memory(model: Transformer, device: torch.device, dtype: torch.dtype |
         return
     needed = 0
     for name, parameter in model.named_parameters():
-        part = model.specs[name].slices(parameter.shape, model.reducer.ranks)
+        part = model.specs[name].slices(model.shapes[name], model.reducer.ranks)
         count = math.prod(each.stop - each.start for each in part)
-        needed += count * _dtype(name, parameter, dtype).itemsize
+        needed += count * (1 if name in small else _dtype(name, parameter, dtype).itemsize)
     if needed > room:
         raise UserError(
             f"this process's weights take {needed / 1e9:,.1f} GB, more than the "
@@ -194,7 +200,8 @@ def fill_in_8_bits(
     parameter, as in `local_parameters`. Each matrix is stored as soon as it is filled, so that the
     whole model never takes memory in 16 bits.
     """
-    _check_memory(model, torch.device(device), torch.int8)
+    later = {f"{name}.weight" for name, _ in matrices(model)}
+    _check_memory(model, torch.device(device), None, later)
     found = {name: (local, part) for name, local, part in local_parameters(model)}
 
     def made(name: str) -> Tensor:
@@ -203,7 +210,6 @@ def fill_in_8_bits(
         fill(name, local, part)
         return local
 
-    later = {f"{name}.weight" for name, _ in matrices(model)}
     _replace_parameters(model, lambda name, old: old if name in later else nn.Parameter(made(name)))
     quantise_model(model, kind, made)
 

@@ -79,7 +79,7 @@ def held_by_session(config: ModelConfig, tp: int, batch: int, prompt: int, lengt
     A prefill's activations stay only if it is a CUDA graph, as small prefills are.
     """
     found = inference(config, tp, batch, prompt, length)
-    graphed = batch * prompt <= GRAPHED_PROMPT_TOKENS
+    graphed = batch * prompt_width(config, prompt, length) <= GRAPHED_PROMPT_TOKENS
     return found.weights + found.cache + (found.activations if graphed else 0.0)
 
 

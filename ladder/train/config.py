@@ -305,8 +305,8 @@ def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
         value = given.get(name, data.get(name, ""))
         if str(value).lower() in NOT_TEXT:
             raise UserError(
-                f"{name}={value} would name a {what}; for none, leave {name} out, or write {name}= "
-                f"(empty)"
+                f"{name}={value} would name a {what}; give its name, or for none leave {name} out, "
+                f"or write {name}= (empty)"
             )
     instead = [("steps", "epochs"), ("epochs", "steps"), ("init", "model")]
     if data.get("model"):  # a recipe of pretraining, whose plan belongs to its own model

@@ -21,7 +21,8 @@ class Interruption:
     SIGTERM is also blocked, since child processes inherit that. Otherwise a signal to the whole
     process group, as SLURM sends it, would end the compilers that torch.compile has started, and
     with them the step. A thread that began earlier does not block SIGTERM; if it receives the
-    signal, Python runs the handler in the main thread.
+    signal, Python runs the handler in the main thread. What this costs: torch ends its compilers
+    by SIGTERM, too, so that leaving in the middle of a compile waits for it.
 
     This works in the main thread only. In other threads Python allows no signal handlers, so
     SIGTERM keeps its effect.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable
@@ -340,7 +341,11 @@ class Trainer:
             asked += f" or weight_decay={config.weight_decay} (their product must be below 1)"
         elif config.dtype != "float32":
             asked += ", or dtype=float32"
-        healthy = launch.from_first(_healthy(self.run.folder) if launch.rank() == 0 else None)
+        healthy = None
+        if launch.rank() == 0:
+            with contextlib.suppress(UserError):  # of metrics.jsonl: the step is the news
+                healthy = _healthy(self.run.folder)
+        healthy = launch.from_first(healthy)
         return f"{asked}, perhaps from init={healthy}" if healthy else asked
 
 

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from ladder.bench.inference.build import random_model
 from ladder.bench.inference.verify import forced
-from ladder.checkpoint import model_entries, write_config, write_tensors
+from ladder.checkpoint import load_model, model_entries, write_config, write_tensors
 from ladder.convert.command import convert
 from ladder.infer.engine import Engine
 from ladder.infer.fused import fuse_refusal
-from ladder.infer.load import agreed, load_for_inference, set_activations
+from ladder.infer.load import load_for_inference, set_activations
 from ladder.infer.sampling import Sampling
 from ladder.models import Transformer, UserError
 from ladder.models.quantised import matrices, quantise_model, round_activations
 from ladder.models.storage import QUANTISED
 from ladder.models.transformer import meta_model
-from ladder.parallel.sharding import fill_in_8_bits, shard_model
+from ladder.parallel.sharding import fill_in_8_bits, local_tensor, shard_model
 from tests.distributed import Pools, tp_mesh
 from tests.samples import FUSED_PLANS, SAME_AT_ANY_T, full_model, small_config, virtual
 
@@ -122,7 +124,7 @@ def test_activations_that_have_no_products_are_refused() -> None:
 
 
 def check_ranks(rank: int, world: int, name: str, kind: str) -> None:
-    """fp8 has the same values on any number of ranks; an error of one is every rank's.
+    """fp8 has the same values on any number of ranks.
 
     Of a plan whose ranks have norms of their own, virtual ranks cannot fold those in.
     """
@@ -138,13 +140,6 @@ def check_ranks(rank: int, world: int, name: str, kind: str) -> None:
         found = tokens(model, fused)
         expected = expected or found
         assert found == expected, (name, fused)
-    model = full_model(config, 5, torch.float32)
-    shard_model(model, tp_mesh(world))
-    if rank == 1:
-        with torch.no_grad():
-            model.model.layers[1].self_attn.o_proj.weight[0, 0] = torch.nan
-    with pytest.raises(UserError, match=r"layers\.1\.self_attn\.o_proj\.weight holds NaN"):
-        agreed(lambda: quantise_model(model, "int8"))
 
 
 @pytest.mark.parametrize(
@@ -152,6 +147,55 @@ def check_ranks(rank: int, world: int, name: str, kind: str) -> None:
 )
 def test_ranks(pools: Pools, name: str, kind: str) -> None:
     pools(2).run(check_ranks, name, kind)
+
+
+def load_in_8_bits(rank: int, world: int, whole: str, wrong: str, kind: str) -> None:
+    """A rank's matrices are stored as if its shards had been there; an error of one is every
+    rank's, and so is too little memory, for a rank's part as it is stored."""
+    found, expected = load_for_inference(whole, weights=kind), load_for_inference(whole)
+    quantise_model(expected, kind)
+    stored = dict(expected.named_parameters())
+    for name, one in found.named_parameters():
+        assert torch.equal(local_tensor(one), local_tensor(stored[name])), name
+    assert tokens(found, True) == tokens(expected, True)
+    with pytest.raises(UserError, match=r"layers\.1\.self_attn\.o_proj\.weight holds NaN"):
+        load_for_inference(wrong, weights=kind)
+    needed = sum(local_tensor(each).nbytes for each in found.parameters())
+    page = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = "ladder.parallel.sharding.BEYOND_MEMORY"
+    with mock.patch(limit, 1.1 * needed / page):
+        load_for_inference(whole, weights=kind)
+    with (
+        mock.patch(limit, 0.9 * needed / page),
+        pytest.raises(UserError, match="this process's weights take"),
+    ):
+        load_for_inference(whole, weights=kind)
+
+
+@pytest.mark.parametrize("kind", [*QUANTISED])
+def test_ranks_store_matrices_as_they_are_read(kind: str, tmp_path: Path, pools: Pools) -> None:
+    config = small_config("ladder", **BLOCKS)
+    model = full_model(config, 5, torch.float32)
+    for name in ("whole", "wrong"):
+        (tmp_path / name).mkdir()
+        write_config(tmp_path / name, config, None)
+        write_tensors(tmp_path / name, "model", model_entries(model), writer=True)
+        with torch.no_grad():  # of the second rank alone
+            model.model.layers[1].self_attn.o_proj.weight[0, -1] = torch.nan
+    pools(2).run(load_in_8_bits, *(str(tmp_path / name) for name in ("whole", "wrong")), kind)
+
+
+def test_a_folder_in_8_bits_keeps_its_type(tmp_path: Path) -> None:
+    config = small_config("ladder")
+    (tmp_path / "model").mkdir()
+    write_config(tmp_path / "model", config, None)
+    entries = model_entries(full_model(config, 5))
+    write_tensors(tmp_path / "model", "model", entries, writer=True)
+    convert(tmp_path / "model", tmp_path / "small", weights="fp8")
+    same = tokens(load_model(tmp_path / "small", weights="fp8"), False)
+    assert same == tokens(load_model(tmp_path / "small"), False)
+    with pytest.raises(UserError, match=r"weights=int8: .* holds fp8 weights"):
+        load_model(tmp_path / "small", weights="int8")
 
 
 def load_blocks(rank: int, world: int, whole: str, cut: str) -> list[list[int]]:

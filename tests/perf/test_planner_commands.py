@@ -89,7 +89,7 @@ def test_training_has_the_collectives_of_all_given_machines(tmp_path: Path, caps
     eight, other = str(tmp_path / "8.json"), str(tmp_path / "two.json")
     missing = (
         "no file has the collectives of its groups of 4 GPUs; ladder bench machine --nproc 4 "
-        "--out FILE, and --machine own FILE"
+        "--out FILE, and give --machine FILE, too"
     )
     found = asked(capsys, *words, eight, other)
     assert {row["way"] for row in found["rows"]} == {"fsdp", "tp8+sp"}

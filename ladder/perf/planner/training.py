@@ -137,7 +137,7 @@ def _missing(question: Question, layout: Layout) -> str:
         if size not in question.machines and question.machine.gpus % size == 0:
             return (
                 f"no file has the collectives of its groups of {size} GPUs; ladder bench machine "
-                f"--nproc {size} --out FILE, and --machine {question.machine.name} FILE"
+                f"--nproc {size} --out FILE, and give --machine FILE, too"
             )
     return ""
 
