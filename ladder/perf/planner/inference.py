@@ -280,16 +280,15 @@ def untimed(question: Question, each: Candidate) -> str:
 
 def _benchmark(question: Question, each: Candidate) -> tuple[int, int, float]:
     """The prompt and the new tokens of the benchmark, and the bytes that it takes of a GPU. Decode
-    steps have `context` tokens halfway, or at the end if only that fits; a prefill in its prompt.
+    steps have `context` tokens halfway, a prefill in its prompt; or, if only that fits, at the end,
+    where a prompt is padded to the same width.
     """
     context, most = question.context, question.subject.shape.max_seq_len
     prompt, new = min(context, most - 2), 2
     if question.phase == "decode":
         half = max(1, min(MEASURED_TOKENS // 2, context - 1, most - context))
         prompt, new = max(1, min(context - half, most - 2 * half)), 2 * half
-    sizes = [(prompt, new)]
-    if question.phase == "decode" and context > new:
-        sizes.append((context - new, new))
+    sizes = [(prompt, new)] + [(context - new, new)] * (context > new)
     found = [(*size, _benchmark_bytes(question, each, *size)) for size in sizes]
     room = _room(question, each)
     return next((size for size in found if size[2] <= room), found[-1])
