@@ -103,24 +103,15 @@ def recovery(options: argparse.Namespace) -> Recovery:
              f"seed={before.seed + 1}", f"distill_weight={WEIGHT}", "eval_windows=1",
              "tensorboard=false"]  # fmt: skip
     teacher = f"teacher={options.standard}"  # for points that distil; others get no distill_weight
-    after = load_train_config(
-        str(file), replaced([*words, teacher, "warmup_steps=0"], options.overrides)
-    )
+    after = load_train_config(str(file), [*words, teacher, "warmup_steps=0", *options.overrides])
     steps = round(options.share * total / (after.batch_size * after.seq_len))
     if steps < 8:
         raise UserError(f"--share={options.share} is {steps} steps; raise it, or lower batch_size")
-    words += [f"steps={steps}", f"warmup_steps={steps // 10}"]
-    words = replaced(words, options.overrides)
+    words += [f"steps={steps}", f"warmup_steps={steps // 10}", *options.overrides]
     lr = options.rate * before.lr
     load_train_config(str(file), [*words, teacher, f"lr={lr:g}"])  # UserError before anything runs
     tokens = steps * after.batch_size * after.seq_len
     return Recovery(("finetune", str(file), *words), before, steps, tokens, lr)
-
-
-def replaced(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """The words `key=value` without those that an override replaces, then the overrides."""
-    keys = {override.partition("=")[0] for override in overrides}
-    return [*(word for word in words if word.partition("=")[0] not in keys), *overrides]
 
 
 def sensitivity(options: argparse.Namespace, seq_len: int) -> Point:

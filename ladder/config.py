@@ -265,22 +265,23 @@ def apply_overrides(
     Values are parsed as YAML, so `betas=[0.9,0.95]`, `tensorboard=false` and `lr=3e-4` work. The
     value of a key in `texts` is taken literally, as in `out=2026` and `out=[a]`, unless quoted.
 
-    Raises UserError for an override that would undo one before it.
+    Of a key that is given twice the later value counts. Raises UserError for `model=tiny` after
+    `model.num_layers=2`, which it would undo.
     """
     data = dict(data)
-    given: dict[str, str] = {}
+    given: list[str] = []
     for item in overrides:
         key, equals, value = item.partition("=")
         outer, dot, inner = key.partition(".")
         if not equals or not outer or (dot and not inner):
             raise UserError(f"override {item!r} is not of the form key=value")
-        for earlier, before in given.items():
-            if earlier == key or earlier.startswith(f"{key}."):
-                remedy = f"give {key} once" if earlier == key else f"give {item} first"
+        for before in given:
+            if before.startswith(f"{key}."):
                 raise UserError(
-                    f"override {item!r} comes after {before!r}, which it would undo; {remedy}"
+                    f"override {item!r} comes after {before!r}, which it would undo; give {item} "
+                    f"first"
                 )
-        given[key] = item
+        given.append(item)
         try:
             check_text(item)
             plain = key in texts and not value.startswith(("'", '"'))

@@ -54,16 +54,19 @@ def test_overrides_that_cannot_be_applied(overrides: list[str], message: str) ->
     [
         (["model.num_layers=2", "model=tiny"], "give model=tiny first"),
         (["convert_layers.every=1", "convert_layers={}"], "give convert_layers={} first"),
-        (["steps=2", "steps=3"], "give steps once"),
-        (["out=a", "out=b"], "give out once"),
-        (["model.num_layers=2", "model.num_layers=3"], "give model.num_layers once"),
     ],
 )
 def test_an_override_that_undoes_another_is_refused(overrides: list[str], remedy: str) -> None:
-    """The later one would count, and the other be lost."""
     message = "override '{1}' comes after '{0}', which it would undo; ".format(*overrides)
     with pytest.raises(UserError, match=f"^{re.escape(message + remedy)}$"):
         load_train_config("tiny", overrides)
+
+
+def test_a_later_value_of_a_key_counts() -> None:
+    """So that words may be appended to a command."""
+    given = ["steps=200", "model.num_layers=2", "steps=300", "model.num_layers=3"]
+    found = load_train_config("tiny", given)
+    assert (found.steps, found.model) == (300, {"name": "tiny", "num_layers": 3})
 
 
 @pytest.mark.parametrize("name", ["init", "teacher", "wandb"])

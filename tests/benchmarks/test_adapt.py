@@ -134,15 +134,6 @@ def test_the_points(standard: Path) -> None:
     assert rates["both-4-plain-x3"] == pytest.approx(3 * rates["both-4-plain"])
 
 
-def test_an_override_takes_the_place_of_a_word(standard: Path) -> None:
-    """`ladder finetune` refuses a key that is given twice."""
-    given = options(standard, "--share", "1", "seed=7", "warmup_steps=3", "grad_clip=2")
-    words = adapt.recovery(given).words
-    keys = [word.partition("=")[0] for word in words[2:]]
-    assert len(keys) == len({*keys})
-    assert {"seed=7", "warmup_steps=3", "grad_clip=2", "min_lr=0"} < {*words}
-
-
 WIRED = ("ladder", "desync-4x-sqrt", "accumulate-4x", "accumulate-4x-one")
 
 
