@@ -37,9 +37,10 @@ from kernels import layer
 
 from ladder.bench.inference.build import build_model
 from ladder.bench.inference.points import InferencePoint, resolve
-from ladder.infer.engine import Engine, Session
+from ladder.infer.engine import Engine
 from ladder.infer.graphs import time_turns
 from ladder.infer.sampling import Sampling
+from ladder.infer.session import Session
 from ladder.kernels import decode_shapes
 from ladder.kernels.decode_shapes import Cut, power_of_2
 from ladder.kernels.landing import PushTarget

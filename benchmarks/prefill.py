@@ -31,8 +31,9 @@ from ladder.bench.inference.build import random_model
 from ladder.bench.inference.command import machine
 from ladder.bench.inference.points import InferencePoint, load_shape, resolve
 from ladder.comm.transports import TRANSPORTS
-from ladder.infer.engine import Engine, Session
+from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling, draws
+from ladder.infer.session import Session
 from ladder.models.errors import UserError
 from ladder.models.reducer import Reducer
 from ladder.models.transformer import Transformer

@@ -35,9 +35,10 @@ from ladder.bench.floors import bandwidth
 from ladder.bench.inference.build import build_model
 from ladder.bench.inference.points import InferencePoint, load_shape, resolve
 from ladder.infer import fused
-from ladder.infer.engine import Engine, Session
+from ladder.infer.engine import Engine
 from ladder.infer.graphs import time_turns
 from ladder.infer.sampling import Sampling
+from ladder.infer.session import Session
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models.storage import QUANTISED
 from ladder.parallel import decode

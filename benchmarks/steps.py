@@ -25,8 +25,9 @@ import torch.distributed as dist
 from ladder.bench.inference.build import build_model
 from ladder.bench.inference.measure import in_order
 from ladder.bench.inference.points import InferencePoint, load_shape, resolve
-from ladder.infer.engine import Engine, Session
+from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling, draws
+from ladder.infer.session import Session
 from ladder.parallel import launch
 from ladder.parser import Parser, parse_words
 from ladder.records import facts

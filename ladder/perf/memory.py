@@ -18,7 +18,6 @@ from ladder.bench.training.points import parse_layout
 from ladder.costs import (
     BF16,
     FP32,
-    GRAPHED_PROMPT_TOKENS,
     HEADROOM,
     WORKSPACES,
     cache_bytes,
@@ -71,16 +70,6 @@ def inference(
         activations=prompt_bytes(config, tp, batch, width, gpu, rounds, asked),
         reserve=WORKSPACES,
     )
-
-
-def held_by_session(config: ModelConfig, tp: int, batch: int, prompt: int, length: int) -> float:
-    """Bytes that a session keeps, as `memory_gib` of recorded inference counts them.
-
-    A prefill's activations stay only if it is a CUDA graph, as small prefills are.
-    """
-    found = inference(config, tp, batch, prompt, length)
-    graphed = batch * prompt_width(config, prompt, length) <= GRAPHED_PROMPT_TOKENS
-    return found.weights + found.cache + (found.activations if graphed else 0.0)
 
 
 def saved_activations(config: ModelConfig, tp: int, sequence_parallel: bool, kept: str) -> float:

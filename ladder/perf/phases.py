@@ -402,8 +402,3 @@ def training_shape(
             raise UserError(f"--layouts {layout} with plan {config.plan.name!r}: {refusal}")
     return TrainingShape(found.tp, replicas, shards, held, found.sequence_parallel, sequences,
                          seq_len, kept == "full", nodes)  # fmt: skip
-
-
-Phase = Callable[..., Prediction]
-# (config, machine, tp, reducer, batch, context or prompt, jitter, weights) -> Prediction
-PHASES: dict[str, Phase] = {"decode": decode, "prefill": prefill}

@@ -26,8 +26,9 @@ from ladder.bench.trace import (
     overlap,
     read_trace,
 )
-from ladder.infer.engine import Engine, Session
+from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling, draws
+from ladder.infer.session import Session
 from ladder.models import UserError
 from tests.bench.traces import on_gpu
 from tests.distributed import Pools, tp_mesh

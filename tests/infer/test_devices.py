@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ladder.costs import HEADROOM
-from ladder.infer import devices, engine
+from ladder.infer import devices, engine, session
 from ladder.infer.devices import on_device, pass_bytes, session_bytes
 from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling
@@ -52,8 +52,8 @@ def test_an_engine_works_on_its_models_device(fused: bool, monkeypatch: pytest.M
         yield
         entered.pop()
 
-    def here(name: str) -> Any:
-        work = getattr(engine, name)
+    def here(module: Any, name: str) -> Any:
+        work = getattr(module, name)
 
         def run(*args: Any, **options: Any) -> Any:
             assert entered, name
@@ -68,9 +68,9 @@ def test_an_engine_works_on_its_models_device(fused: bool, monkeypatch: pytest.M
 
     monkeypatch.setattr(devices, "on_device", on)
     monkeypatch.setattr(engine, "on_device", on)
-    monkeypatch.setattr(engine, "fuse", here("fuse"))
-    monkeypatch.setattr(engine, "Cache", here("Cache"))
-    monkeypatch.setattr(engine, "capture_graph", record)
+    monkeypatch.setattr(engine, "fuse", here(engine, "fuse"))
+    monkeypatch.setattr(session, "Cache", here(session, "Cache"))
+    monkeypatch.setattr(session, "capture_graph", record)
     passes = []
 
     def passed(*_: Any) -> None:
@@ -123,7 +123,7 @@ def limited(memory: Memory) -> Iterator[None]:
     with (
         mock.patch.object(devices, "free_bytes", memory.free),
         mock.patch.object(engine, "release", memory.release),
-        mock.patch.object(engine, "capture_graph", lambda work: (mock.Mock(replay=work), work())),
+        mock.patch.object(session, "capture_graph", lambda work: (mock.Mock(replay=work), work())),
         mock.patch.object(engine, "pass_bytes", return_value=0.0),
         mock.patch.object(devices, "pass_bytes", return_value=0.0),
     ):

@@ -50,7 +50,7 @@ def _graphs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             work()
         return Replay(work), None
 
-    monkeypatch.setattr("ladder.infer.engine.capture_graph", record)
+    monkeypatch.setattr("ladder.infer.session.capture_graph", record)
 
 
 def engine_for(model: Transformer, graphs: bool, fused: bool = False) -> Engine:
@@ -74,7 +74,7 @@ def test_captured_steps_prefer_no_more_shared_memory_than_they_need(
             patched.setattr(Session, "_step", lambda session: asked.append(0))
             yield
 
-    monkeypatch.setattr("ladder.infer.engine.carveout", preferred)
+    monkeypatch.setattr("ladder.infer.session.carveout", preferred)
     runs = [0] * WARM_UP_STEPS
     for plan, fused in (("ladder", False), ("ladder", True), ("standard", True)):
         engine = engine_for(make(plan, None), True, fused)
@@ -310,7 +310,7 @@ def test_steps_end_with_the_last_sequence(graphs: bool, monkeypatch: pytest.Monk
 
 def test_a_session_keeps_a_few_graphs_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefills of other widths use no graph; the graphs that are kept stay in use."""
-    monkeypatch.setattr("ladder.infer.engine.PROMPT_GRAPHS", 2)
+    monkeypatch.setattr("ladder.infer.session.PROMPT_GRAPHS", 2)
     model = make("ladder", None, max_seq_len=CONTEXT)
     plain, graphed = engine_for(model, False), engine_for(model, True)
     graphed.session(1, CONTEXT, Sampling())

@@ -20,8 +20,9 @@ from ladder.bench.inference.points import InferencePoint, resolve
 from ladder.bench.inference.verify import check_session, reference
 from ladder.comm import symmetric
 from ladder.comm.symmetric import SymmetricTensor
-from ladder.infer.engine import Completion, Engine, Session, generate
+from ladder.infer.engine import Completion, Engine, generate
 from ladder.infer.sampling import Sampling
+from ladder.infer.session import Session
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models.forward_pass import Output
 from ladder.parallel import launch

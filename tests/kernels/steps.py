@@ -18,9 +18,9 @@ import torch
 from ladder.bench.inference.points import load_shape
 from ladder.comm import symmetric, transports
 from ladder.infer import halves
-from ladder.infer.engine import Session
 from ladder.infer.fused import fuse
 from ladder.infer.sampling import Sampling
+from ladder.infer.session import Session
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.choice import GreedyChoice
 from ladder.kernels.gemm import Tiling, gemm

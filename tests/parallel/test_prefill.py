@@ -15,9 +15,10 @@ from ladder.bench.inference.points import Settings, expand
 from ladder.comm.capture import Mode, as_captured
 from ladder.config import model_config
 from ladder.costs import GRAPHED_PROMPT_TOKENS
-from ladder.infer.engine import PROMPT_GRAPHS, Engine, Session
+from ladder.infer.engine import Engine
 from ladder.infer.fused import PassReducers
 from ladder.infer.load import fuse_prompts
+from ladder.infer.session import PROMPT_GRAPHS, Session
 from ladder.models import ModelConfig, Plan, Ranks, UserError, resolve_plan
 from ladder.models.quantised import quantise_model
 from ladder.ops import Choice, choice

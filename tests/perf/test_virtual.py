@@ -40,7 +40,7 @@ def errors(phase: str, record: str, gpus: int) -> list[float]:
         if point.degree <= point.tp or point.no_comm or not line.get("result"):
             continue
         context = context_of(point) if phase == "decode" else point.prompt
-        us = phases.PHASES[phase](
+        us = getattr(phases, phase)(
             resolve(point), load(f"h200x{gpus}"), point.tp, point.reducer, point.batch, context
         ).us
         found.append(us / 1e3 / line["result"][f"{phase}_ms"] - 1)

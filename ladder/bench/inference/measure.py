@@ -26,9 +26,10 @@ from ladder.bench.inference.verify import (
     reference,
 )
 from ladder.costs import HEADROOM, WORKSPACES, decode_bytes
-from ladder.infer.engine import Engine, Session
+from ladder.infer.engine import Engine
 from ladder.infer.fused import PassReducers
 from ladder.infer.sampling import Sampling, draws
+from ladder.infer.session import Session
 from ladder.models.config import ModelConfig
 from ladder.parallel import launch
 from ladder.parallel.choose import REDUCERS

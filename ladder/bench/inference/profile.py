@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ladder.bench import trace
-from ladder.infer.engine import Session
+from ladder.infer.session import Session
 
 DECODE_STEPS = 4  # consecutive, or as many as there are; the first aligns the ranks
 

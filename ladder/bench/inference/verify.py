@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ladder.infer.engine import Engine, Session
+from ladder.infer.engine import Engine
 from ladder.infer.sampling import Sampling
+from ladder.infer.session import Session
 from ladder.models.transformer import Transformer
 
 ALLOWED = 2.0  # times the plain modules' error

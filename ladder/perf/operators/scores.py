@@ -94,7 +94,7 @@ def _ways(
     """What was timed, the host's time for a call at that date (`OperatorCost`), and the time."""
     degrees = known_degrees(machine)
     for record in records(files):
-        data, about = record.get("point", {}), record.get("machine", {})
+        data, about = record["point"], record["machine"]
         if "way" not in data or about.get("gpu") != machine.gpu or not record.get("result"):
             continue
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ladder.bench.inference.memory import point_bytes
 from ladder.costs import HEADROOM
@@ -167,20 +168,17 @@ def _refuse_degree(question: Question, plan: str, degree: int, tp: int, left_out
 
 
 def held(question: Question, each: Candidate) -> Memory:
-    length, more = question.context, _held_by(question, each.tp, [each.way])
-    asked = each.config, each.tp, each.batch, length, length, question.weights
-    return memory.inference(*asked, *more, question.cache)
+    return _memory(question, each.config, each.tp, each.batch, [each.way])
 
 
 def predict(question: Question, each: Candidate) -> Prediction:
-    predicted = phases.PHASES[question.phase]
-    reducer = each.way or REDUCERS[0]
-    machine = question.machines[each.tp]
-    cache = {"cache": question.cache} if question.phase == "decode" else {}
-    return predicted(
-        each.config, machine, each.tp, reducer, each.batch, question.context, question.jitter,
-        question.weights, **cache,
+    asked = (
+        each.config, question.machines[each.tp], each.tp, each.way or REDUCERS[0], each.batch,
+        question.context, question.jitter, question.weights,
     )  # fmt: skip
+    if question.phase == "decode":
+        return phases.decode(*asked, cache=question.cache)
+    return phases.prefill(*asked)
 
 
 def tokens(question: Question, each: Candidate) -> int:
@@ -189,13 +187,20 @@ def tokens(question: Question, each: Candidate) -> int:
     return question.gpus // each.tp * each.batch * length
 
 
-def _held_by(question: Question, tp: int, ways: Sequence[str]) -> tuple[str, bool, bool]:
-    """Arguments of `memory.inference` for these ways: the GPU whose table decides which prompts run
-    by fused operators (these hold slots), or ""; whether sums are in 8 bits; whether the user asks
-    for operators."""
-    inside = question.weights == "bf16" and {*ways} & {"push", FUSED}
+def _memory(
+    question: Question, config: ModelConfig, tp: int, batch: int, ways: Sequence[str]
+) -> Memory:
+    """The memory of a session for `batch` sequences, for the one of `ways` that takes the most.
+
+    Prompts that run by fused operators hold slots; the GPU's table decides which these are.
+    """
+    length, inside = question.context, question.weights == "bf16" and {*ways} & {"push", FUSED}
+    gpu = question.machines[tp].gpu if inside else ""
     rounds = question.phase == "prefill" and tp > 1 and not {*ways}.isdisjoint(ROUNDING)
-    return question.machines[tp].gpu if inside else "", rounds, FUSED in ways
+    return memory.inference(
+        config, tp, batch, length, length, question.weights, gpu, rounds, FUSED in ways,
+        question.cache,
+    )  # fmt: skip
 
 
 def fit_table(question: Question) -> list[list[str]]:
@@ -203,13 +208,12 @@ def fit_table(question: Question) -> list[list[str]]:
     that takes the most."""
     subject, table = question.subject, [FITS]
     for tp in degrees(subject, question.machines, question.tp):
-        machine, context = question.machines[tp], question.context
+        machine = question.machines[tp]
         ways = question.reducers or _measured(machine, tp, LeftOut())
-        more = _held_by(question, tp, ways)
-        most = most_sequences(subject.shape, tp, machine, question, *more)
+        asked = partial(_memory, question, subject.shape, tp, ways=ways)
+        most = most_sequences(machine, asked)
         for batch in dict.fromkeys(question.batches):
-            asked = subject.shape, tp, batch, context, context, question.weights
-            found = memory.inference(*asked, *more, question.cache)
+            found = asked(batch)
             parts = (found.weights, found.cache, found.activations, found.reserve, found.total)
             said = "yes" if memory.fits(found, machine) else "NO"
             sizes = [f"{each / GIB:.1f}" for each in parts]
@@ -217,16 +221,11 @@ def fit_table(question: Question) -> list[list[str]]:
     return table
 
 
-def most_sequences(
-    config: ModelConfig, tp: int, machine: Machine, question: Question, gpu: str, rounds: bool,
-    asked: bool,
-) -> int:  # fmt: skip
-    """The most prompts of the question's context that fit. gpu, rounds, asked: see `_held_by`."""
-    context, more = question.context, (gpu, rounds, asked, question.cache)
+def most_sequences(machine: Machine, asked: Callable[[int], Memory]) -> int:
+    """The most sequences whose memory fits. asked: the memory of so many."""
 
     def fits(batch: int) -> bool:
-        found = memory.inference(config, tp, batch, context, context, question.weights, *more)
-        return memory.fits(found, machine)
+        return memory.fits(asked(batch), machine)
 
     if not fits(1):
         return 0
