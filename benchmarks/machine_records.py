@@ -68,6 +68,17 @@ STEPS_CALIBRATION = (
 )
 # Attention over long contexts and over a cache in fp8, with the kernels from commit 48081be on.
 LONG_MEASURED, LONG_KEYS = "2026-11-30-machine-attention-h200x1.json", 4096
+# Today's products, attention and landings, on one GPU, and records to calibrate their steps on
+# four by.
+CUTS_MEASURED = "2026-11-30-machine-products-h200x1.json"
+CUTS_PARTS = "product", "attention", "landing"
+CUTS_CALIBRATION = (
+    "2026-11-29-inference-cuts-h200x4.jsonl",
+    "2026-11-29-two-cuts-h200x4.jsonl",
+    "2026-11-29-fp8-cuts-h200x4.jsonl",
+)
+# Steps of half-8b on two GPUs, to calibrate int8 and fp8-block by.
+FORMATS_CALIBRATION = "2026-11-30-formats-half-8b-h200x2.jsonl"
 # Records to calibrate steps with weights in fp8 by, whose products O and down take float16 inputs.
 HALVES_CALIBRATION = (*STEPS_CALIBRATION[:2], "2026-11-28-fp8-halves-h200x4.jsonl")
 

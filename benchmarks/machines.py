@@ -20,7 +20,11 @@ from typing import Any
 from machine_records import (
     CALIBRATION,
     COMM,
+    CUTS_CALIBRATION,
+    CUTS_MEASURED,
+    CUTS_PARTS,
     FILES,
+    FORMATS_CALIBRATION,
     FOUR_CALIBRATION,
     FOUR_MEASURED,
     FOUR_PARTS,
@@ -39,6 +43,7 @@ from machine_records import (
 )
 from machines_by_hand import (
     BOTH_STREAMS,
+    BOTH_STREAMS_THEN,
     COPIES,
     DECLARED,
     FITTED_BY_HAND,
@@ -52,15 +57,31 @@ from machines_by_hand import (
 
 from ladder.perf.calibration.options import family, family_of_value
 from ladder.perf.links import fit_link
-from ladder.perf.machine import ATTENTION, BETWEEN_GPUS, OF_STEPS, Curve, Link, Machine, Value
+from ladder.perf.machine import (
+    ATTENTION,
+    BETWEEN_GPUS,
+    FITTED_CURVES,
+    OF_STEPS,
+    Curve,
+    Link,
+    Machine,
+    Value,
+)
 from ladder.perf.machine_files import FOLDER, OLDER, read, with_steps_of, write
-from ladder.perf.prediction.fitting import calibrated, calibrations, fit_prompts, fit_steps
-from ladder.perf.prediction.records import RANK, predicted
+from ladder.perf.prediction.fitting import (
+    calibrated,
+    calibrations,
+    fit_converted,
+    fit_prompts,
+    fit_steps,
+)
+from ladder.perf.prediction.records import PAIR, PAIR_WEIGHTS, RANK, predicted
 
 RESULTS = Path(__file__).parent / "results"
 GPU = "NVIDIA H200"
 MEMORY = Value(139.8, "declared: what torch reports as total_memory of an H200; not recorded")
 FLOORS = {"copy_tb_s": "bandwidth_tb_s", "matrix_tflop_s": "matrix_tflop_s"}
+AS_IN_CHAINS = Value(1.0, "declared: kernels take as long in a step as in a chain of their own")
 FITTED = ("prompt_gap_us", "power_limit", "training_bytes")
 # Values that two GPUs take from four with today's kernels. With these, predictions of 107 prompts
 # by push on two GPUs are 2.7 % off (5.1 % with values fitted to older kernels), and of 26 training
@@ -232,13 +253,29 @@ def four_then() -> Machine:
 
 @functools.cache
 def four_today() -> Machine:
-    """`four_then` with today's products and attention. Steps with weights in int8 were not measured
-    again: without communication they take as long as before."""
+    """`four_uncut` with the products, attention and landings of today's steps."""
+    found = with_measured(four_uncut(), [taken(CUTS_MEASURED, CUTS_PARTS)])
+    curves = tuple(each for each in found.curves if each.name not in FITTED_CURVES)
+    found = replace(found, curves=curves)
+    files = [RESULTS / file for file in CUTS_CALIBRATION]
+    found = replace(found, values={**found.values, "step_stretch": AS_IN_CHAINS})
+    found = fit_steps(with_attention_in_steps(found, files), files)
+    pair = with_steps_of(fitted(2), found)
+    pair = fit_converted(pair, [RESULTS / FORMATS_CALIBRATION], PAIR[0])
+    others = (pair.curve("converted", weights=each) for each in PAIR_WEIGHTS)
+    return replace(found, curves=(*found.curves, *others, *BOTH_STREAMS))
+
+
+@functools.cache
+def four_uncut() -> Machine:
+    """`four_then` with the products and attention before their cuts for one and two rows. Steps
+    with weights in int8 were not measured again: without communication they take as long as
+    before."""
     found = with_measured(four_then(), [taken(STEPS_MEASURED, STEPS_PARTS)])
     found = with_long_attention(found)
     files = [RESULTS / file for file in STEPS_CALIBRATION]
     found = with_halves(with_missing(fit_steps(with_attention_in_steps(found, files), files)))
-    curves = (*found.curves, *BOTH_STREAMS)
+    curves = (*found.curves, *BOTH_STREAMS_THEN)
     return replace(found, values={**found.values, **FITTED_BY_HAND}, curves=curves)
 
 
@@ -344,6 +381,7 @@ def kept() -> dict[str, Machine]:
     return {
         "h200": steps_of(four(), "older kernels of h200"),
         "h200-former": steps_of(four_then(), "former kernels of h200"),
+        "h200-uncut": steps_of(four_uncut(), "kernels of h200 just before today's"),
         "h200x1-former": steps_of(one(), "former kernels of h200x1"),
         **{f"h200x{gpus}": before(gpus) for gpus in COMM},
     }

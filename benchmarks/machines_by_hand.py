@@ -64,15 +64,33 @@ FITTED_BY_HAND = {
         "least squares; 2026-11-27-fp8-again-h200x4.jsonl, 2026-11-28-fp8-halves-h200x4.jsonl",
     ),
 }
+LADDERS = "fitted: what a ladder's steps of half-8b (two H200s){} ask for, their mean; {}"
+FORMATS = "2026-11-30-formats-half-8b-h200x2.jsonl"
+FORMATS_OF_ONE = "2026-11-30-formats-quarter-8b-h200.jsonl"
 BOTH_STREAMS = tuple(
-    Curve("streams together", {"weights": weights}, STREAMS_TOGETHER[weights], text)
-    for weights, text in {
-        "bf16": "fitted: what a ladder's steps of quarter-8b (one H200) and half-8b (two) ask for, "
-        "their mean; 2026-11-29-few-splits-h200.txt",
-        "fp8": "fitted: what a ladder's steps of one sequence of half-8b (two H200s) and "
-        "llama-3-8b (four) ask for, their mean, of more `streams_together`; "
+    Curve("streams together", {"weights": weights}, points, LADDERS.format(*(
+        (" and quarter-8b (one)", f"{FORMATS}, {FORMATS_OF_ONE}")
+        if weights in ("bf16", "fp8-block") else ("", FORMATS)
+    )))
+    for weights, points in STREAMS_TOGETHER.items()
+)  # fmt: skip
+# By weights: points, whose steps, and the records; with the kernels just before today's.
+STREAMS_THEN = {
+    "bf16": (
+        ((1.0, 1.04), (4.0, 1.2), (16.0, 1.19), (32.0, 1.15), (64.0, 1.06)),
+        "fitted: what a ladder's steps of quarter-8b (one H200) and half-8b (two) ask for, their "
+        "mean; 2026-11-29-few-splits-h200.txt, 2026-11-29-half-8b-ahead-h200x2.jsonl",
+    ),
+    "fp8": (
+        ((1.0, 1.22), (2.0, 1.14), (4.0, 1.09), (8.0, DEFAULTS["streams_together"])),
+        "fitted: what a ladder's steps of one sequence of half-8b (two H200s) and llama-3-8b "
+        "(four) ask for, their mean, of more `streams_together`; "
         "2026-11-28-fp8-one-half-8b-h200x2.jsonl, 2026-11-28-fp8-apart-h200x4.jsonl",
-    }.items()
+    ),
+}
+BOTH_STREAMS_THEN = tuple(
+    Curve("streams together", {"weights": weights}, points, text)
+    for weights, (points, text) in STREAMS_THEN.items()
 )
 DECLARED = {
     "boost_ms": Value(

@@ -6,15 +6,16 @@ import torch
 
 from ladder.costs import MULTIPROCESSORS
 from ladder.jit import triton
+from ladder.kernels.limits import FEW_BLOCKS, FEW_HEADS, FEW_PROGRAMS
 
 FULL = 96  # programs that fill the GPU without a split
-FEW = 8  # sequences times KV heads
+FEW = FEW_HEADS  # sequences times KV heads
 # Few sequences over a cache of up to SHORT blocks (2048 tokens in bfloat16) have about so many
 # programs, or CHEAP_SPLITS for each sequence and KV head if that is less. Beside other kernels,
 # fewer programs find room on the SMs that larger tiles of products leave: a ladder's steps of 4
 # sequences (an 8B at TP 4, and a 2B) took 3 % less. Alone they took 0 to 3 % less, but 1 % more
 # with weights in 8 bits.
-BESIDE, ALONE, SHORT = 64, 128, 32
+BESIDE, ALONE, SHORT = FEW_PROGRAMS, 128, FEW_BLOCKS
 MAX_SPLITS = 128
 LONG = 64  # blocks: of 64 keys, 4k tokens
 LONG_OF_FEW = 1024  # blocks: 64k tokens

@@ -25,7 +25,7 @@ from ladder.costs import (
     stored_bytes,
 )
 from ladder.kernels.decode_shapes import FEW, MAX_VECTOR_ROWS, blocks, by_pieces, rows_each
-from ladder.kernels.limits import MAX_ROWS
+from ladder.kernels.limits import FEW_BLOCKS, FEW_HEADS, FEW_PROGRAMS, MAX_ROWS
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Plan
@@ -37,6 +37,7 @@ from ladder.perf.machine import (
     AWAITED,
     HEAD_DIM,
     HIDDEN,
+    IN_8_BITS,
     STREAMS_TOGETHER,
     Basis,
     Estimate,
@@ -44,7 +45,7 @@ from ladder.perf.machine import (
     worst,
 )
 from ladder.perf.riders import TODAY, Kernels, added
-from ladder.perf.rows import between, more_rows, rows_measured
+from ladder.perf.rows import between, converting, product, rows_measured
 from ladder.perf.slowdowns import Slowdowns, resource
 
 WAY = {"push": "push", "async": "nccl"}
@@ -53,9 +54,6 @@ FULL_MESSAGE = 2**19  # bytes from which on NCCL takes as many multiprocessors a
 # idle. Least squares over chains of products of 4, 16 and 64 rows gave 1.4, 1.4 and 1.2
 # (benchmarks/results/2026-11-23-products-h200.jsonl).
 MOST_OF_SHARE = 1.3
-# `converted` by rows for machines without such a curve: that of an H200 with weights in fp8, by
-# former kernels.
-CONVERTED = ((1.0, 1.22), (2.0, 1.25), (4.0, 1.36), (16.0, 1.49), (64.0, 1.76))
 SLOWEST = 0.001  # the share of its speed that a kernel keeps beside one that leaves it nothing
 
 
@@ -102,6 +100,7 @@ class DecodeCost:
             for part, (outputs, inputs) in self.shapes.items()
         }
         self.stored, self.cache = weights, cache
+        self.in_8_bits = bool(machine.family(IN_8_BITS, weights=weights))
         self.kernels = kernels
         # The number of rows whose curve prices products. The curve of 32 rows is of other tiles
         # than today's (`decode_shapes`), so 17 to 63 rows are interpolated between 16 and 64.
@@ -117,9 +116,11 @@ class DecodeCost:
         self.riding: dict[int, float] = {}  # microseconds that what rides on a launch adds to it
         self._known_shares: dict[int, tuple[float, float]] = {}
         self.waits: dict[int, float] = {}  # microseconds for which a blocking sum waits for ranks
-        self.tiles = batch > MAX_VECTOR_ROWS  # whether products run on tensor cores
+        # Whether products run on tensor cores. In 8 bits most of two rows do, too.
+        self.tiles = batch > (1 if self.in_8_bits else MAX_VECTOR_ROWS)
         self.lands_pieces = weights == "fp8" and by_pieces(batch)
         self.both = self._both()
+        self.few = kernels.wide and self.heads <= FEW_HEADS and context <= 64 * FEW_BLOCKS
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
         self.landings = bool(machine.family("landing"))
 
@@ -236,12 +237,14 @@ class DecodeCost:
     def _shares(self, operation: Operation) -> tuple[float, float]:
         """The shares of the multiprocessors and of the memory bandwidth that an operation takes. It
         takes all multiprocessors, except while it is launched (the kernel before it hides half of
-        that) or waits for another stream."""
+        that) or waits for another stream. Attention of few sequences has fewer programs."""
         found = self._known_shares.get(operation.index)
         if found is None:
             us = self(operation)
             idle = self.small / 2 + self.crossing.get(operation.index, 0.0)
             found = max(0.0, 1.0 - idle / us), self._bytes(operation) / (self.memory * us)
+            if operation.kind == "attention" and self.few:
+                found = found[0] * FEW_PROGRAMS / MULTIPROCESSORS, found[1]
             self._known_shares[operation.index] = found
         return found
 
@@ -306,17 +309,19 @@ class DecodeCost:
         """The time of a product or of attention without its push."""
         part = operation.part
         if part not in self._alone:
-            product = operation.kind == "product"
-            if product:
+            if operation.kind == "product":
                 nbytes = self.weights[part] * self._unevenness(part)
-                found = self._product(nbytes, self.rows)
+                found = product(self.machine, nbytes, self.rows, self.stored)
                 if self.rows < self.batch:
-                    points = [(self.rows, found.us), (64, self._product(nbytes, 64).us)]
+                    more = product(self.machine, nbytes, 64, self.stored)
+                    points = [(self.rows, found.us), (64, more.us)]
                     found = Estimate(between(points, self.batch), "interpolated")
+                if self.stored != "bf16":
+                    factor = converting(self.machine, self.stored, self.batch)
+                    basis = found.basis if self.in_8_bits else "extrapolated"
+                    found = Estimate(factor * found.us, basis)
             else:
                 found = self._attention()
-            if product and self.stored != "bf16":
-                found = Estimate(self._converting() * found.us, "extrapolated")
             self._alone[part] = Estimate(self.stretch * found.us, found.basis)
         return self._alone[part]
 
@@ -334,28 +339,6 @@ class DecodeCost:
             )
         return self.machine.between(curve, "keys", self.context, heads)
 
-    def _product(self, nbytes: float, rows: int) -> Estimate:
-        """A product that reads `nbytes` of weights. With several rows: their curve. If that has
-        only one size: the time of one row, plus what several rows add at that size, since their
-        kernels take longer to begin and end. The curve `more rows`, a fitted one, corrects both."""
-        one = self.machine.curve("product", rows=1)
-        found = one.at(nbytes)
-        least, us = one.points[0]
-        if nbytes < least:  # down to a kernel without bytes
-            small = self.small + max(0.0, us - self.small) * nbytes / least
-            found = Estimate(min(small, us), "extrapolated")
-        if rows == 1:
-            return found
-        off = 0.0
-        for fitted in self.machine.family("more rows"):
-            points = [(at, us - more_rows(self.machine, at)) for at, us in fitted.points]
-            off = between([(1.0, 0.0), *points], rows)
-        if rows_measured(self.machine):
-            more = self.machine.between("product", "rows", rows, nbytes)
-            return Estimate(max(0.0, more.us + off), more.basis)
-        more_us = max(0.0, more_rows(self.machine, rows) + off)
-        return Estimate(found.us + more_us, "extrapolated")
-
     def _unevenness(self, part: str) -> float:
         """The factor on the bytes of a product of tiles: the multiprocessors with the most thread
         blocks take longest, but read up to MOST_OF_SHARE times faster while others are idle. 1 for
@@ -363,7 +346,9 @@ class DecodeCost:
         outputs, inputs, gated = self.matrix(part)
         if not self.tiles or outputs < FEW or not rows_measured(self.machine):
             return 1.0
-        block = blocks(self.rows, outputs, inputs, gated, BF16).block
+        fp8, half = self.in_8_bits and self.stored == "fp8", part in ("output", "down")
+        block = blocks(self.rows, outputs, inputs, gated, BF16, self.in_8_bits,
+                       fp8 and not half, fp8 and half).block  # fmt: skip
         even = -(-outputs // rows_each(outputs, block, gated)) / MULTIPROCESSORS
         return max(1.0, math.ceil(even) / even / MOST_OF_SHARE)
 
@@ -372,13 +357,6 @@ class DecodeCost:
         outputs, inputs = self.shapes[part]
         gated = part == "gate-up"
         return outputs // (2 if gated else 1), inputs, gated
-
-    def _converting(self) -> float:
-        """The factor on the time of a product whose weights are converted: by the curve of their
-        type, or else of fp8, or else CONVERTED."""
-        family = {curve.where["weights"]: curve for curve in self.machine.family("converted")}
-        found = family.get(self.stored) or family.get("fp8")
-        return between(found.points if found else CONVERTED, self.batch)
 
     def _sent(self) -> Estimate:
         """The time of a push without a kernel of its own: another kernel reads, sums and lands."""

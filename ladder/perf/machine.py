@@ -88,16 +88,35 @@ DECLARED = {
 }
 # The curves `streams together` by type of weights, for files that have none: those of H200s.
 STREAMS_TOGETHER = {
-    "bf16": ((1.0, 1.14), (4.0, 1.22), (16.0, 1.19), (32.0, 1.15), (64.0, 1.06)),
-    "fp8": ((1.0, 1.23), (2.0, DECLARED["streams_together"])),
+    "bf16": (
+        (1.0, 1.14),
+        (2.0, 1.2),
+        (4.0, 1.13),
+        (8.0, 1.14),
+        (16.0, 1.16),
+        (32.0, 1.11),
+        (64.0, 1.06),
+    ),
+    "fp8": ((1.0, 1.23), (2.0, 1.07), (4.0, 1.04), (8.0, 1.06), (16.0, 1.05), (32.0, 1.19)),
+    "fp8-block": ((1.0, 1.25), (4.0, 1.03), (16.0, 1.13)),
+    "int8": ((1.0, 1.22), (4.0, 1.0), (16.0, 1.11)),
 }
 # By family: the quantity on the x axis, the keys of `where`, and what the curves are.
 CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "copy": ("bytes", (), "a copy on one GPU"),
     "peer copy": ("bytes", (), "a copy to another GPU's memory, by a copy engine"),
     "product": ("bytes", ("rows",), "a product of few rows in a chain, by bytes of its weight"),
+    "product in 8 bits": (
+        "bytes",
+        ("rows", "weights"),
+        "a product of few rows with a weight in 8 bits, in a chain, by its stored bytes",
+    ),
     "more rows": ("rows", (), "what a product of more rows than one takes besides; fitted"),
-    "converted": ("rows", ("weights",), "the time of a product in 8 bits over that in 16; fitted"),
+    "converted": (
+        "rows",
+        ("weights",),
+        "the time of a product in 8 bits over that of its curve, or of one in 16; fitted",
+    ),
     "streams together": (
         "rows",
         ("weights",),
@@ -118,9 +137,11 @@ CURVES: dict[str, tuple[str, tuple[str, ...], str]] = {
 }
 HEAD_DIM = 128  # the size of the heads with which curves of attention are measured
 ATTENTION = {"bf16": "attention", "fp8": "attention over fp8"}  # by the type of the cache
+IN_8_BITS = "product in 8 bits"
 FITTED_CURVES = ("more rows", "converted", "streams together")
-OPTIONAL = (*FITTED_CURVES, ATTENTION["fp8"])
-OF_STEPS = ("product", *ATTENTION.values(), "landing", *FITTED_CURVES)  # kernels of decode steps
+OPTIONAL = (*FITTED_CURVES, ATTENTION["fp8"], IN_8_BITS)
+# Kernels of decode steps.
+OF_STEPS = ("product", IN_8_BITS, *ATTENTION.values(), "landing", *FITTED_CURVES)
 AWAITED, HIDDEN = TURNS = ("nccl awaited", "nccl hidden")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
 SPEEDS = ("decode beside nccl", "nccl beside decode")  # as shares of the speed alone, not times
@@ -241,12 +262,15 @@ class Machine:
         found = self.curve("all-reduce", algorithm="nccl").at(nbytes)
         return found if kind == "all-reduce" else Estimate(found.us / 2, "extrapolated")
 
-    def between(self, name: str, key: str, value: float, x: float) -> Estimate:
-        """The time at `x`, linear in `key` between curves of a family that differ in `key` alone.
+    def between(
+        self, name: str, key: str, value: float, x: float, **where: float | str
+    ) -> Estimate:
+        """The time at `x`, linear in `key` between curves of a family (those that agree with
+        `where`) that differ in `key` alone.
 
         Outside of the measured range of `key` the nearest curve counts as it is.
         """
-        family = sorted(self.family(name), key=lambda each: each.where[key])
+        family = sorted(self.family(name, **where), key=lambda each: each.where[key])
         if not family:
             raise self._lacks(name, CURVES[name][2])
         places = [float(each.where[key]) for each in family]

@@ -63,14 +63,21 @@ def load(name: str) -> Machine:
 
 def older_kernels(gpu: str) -> Machine | None:
     """A GPU's older decode kernels, as the machine of their file; None if none are kept."""
-    return read_own(OLDER / f"{KERNELS[gpu]}.json") if gpu in KERNELS else None
+    return _kept(gpu, "")
 
 
 def former_kernels(gpu: str, gpus: int) -> Machine | None:
-    """A GPU's decode kernels just before today's, measured on one GPU or several; None if none."""
-    if gpu not in KERNELS:
-        return None
-    return read_own(OLDER / f"{KERNELS[gpu]}{'x1' if gpus == 1 else ''}-former.json")
+    """A GPU's decode kernels after those, measured on one GPU or several; None if none are kept."""
+    return _kept(gpu, "x1-former" if gpus == 1 else "-former")
+
+
+def uncut_kernels(gpu: str) -> Machine | None:
+    """A GPU's decode kernels just before today's; None if none are kept."""
+    return _kept(gpu, "-uncut")
+
+
+def _kept(gpu: str, which: str) -> Machine | None:
+    return read_own(OLDER / f"{KERNELS[gpu]}{which}.json") if gpu in KERNELS else None
 
 
 def with_steps_of(machine: Machine, other: Machine) -> Machine:

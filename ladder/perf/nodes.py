@@ -31,6 +31,7 @@ from ladder.perf.machine_files import (
     older_kernels,
     read_own,
     shipped,
+    uncut_kernels,
     with_steps_of,
 )
 from ladder.perf.machine_files import load as load_measured
@@ -174,9 +175,14 @@ def with_older_kernels(machine: Machine) -> Machine | None:
 
 
 def with_former_kernels(machine: Machine) -> Machine:
-    """The machine with the decode kernels just before today's. The machine itself if `load` does
+    """The machine with the decode kernels after the older ones. The machine itself if `load` does
     not know it by its name, or if none are kept."""
     return _former(machine.name) if _known(machine) else machine
+
+
+def with_uncut_kernels(machine: Machine) -> Machine:
+    """As `with_former_kernels`, with the decode kernels just before today's."""
+    return _uncut(machine.name) if _known(machine) else machine
 
 
 def older_passes(machine: Machine) -> Machine | None:
@@ -208,10 +214,10 @@ def _one(gpu: str) -> Machine | None:
 
 
 def _known(machine: Machine) -> bool:
-    """Whether it is what `load` returns for its name, with today's or with its former kernels."""
+    """Whether it is what `load` returns for its name, with today's kernels or those before."""
     if machine.name not in (*shipped(), *names()):
         return False
-    return machine in (_loaded(machine.name), _former(machine.name))
+    return machine in (each(machine.name) for each in (_loaded, _former, _uncut))
 
 
 @functools.cache
@@ -223,6 +229,13 @@ def _loaded(name: str) -> Machine:
 def _former(name: str) -> Machine:
     found = load(name)
     kept = former_kernels(found.gpu, found.gpus)
+    return found if kept is None else with_steps_of(found, kept)
+
+
+@functools.cache
+def _uncut(name: str) -> Machine:
+    found = load(name)
+    kept = uncut_kernels(found.gpu)
     return found if kept is None else with_steps_of(found, kept)
 
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from ladder.cli import main
+from ladder.models.eight_bits import EIGHT_BITS
 from ladder.perf.calibration import command, exchanges, timing, together
 from ladder.perf.calibration.options import FAMILIES, family, family_of_value
 from ladder.perf.calibration.parts import halved
 from ladder.perf.calibration.sizes import CPU, Part
 from ladder.perf.calibration.table import table
-from ladder.perf.machine import SPEEDS, TURNS, VALUES, Curve, Machine, Value
+from ladder.perf.machine import IN_8_BITS, SPEEDS, TURNS, VALUES, Curve, Machine, Value
 from ladder.perf.machine_files import load, write
 from tests.distributed import Pools
 
@@ -52,6 +53,9 @@ def test_one_process_measures_all_but_what_is_between_ranks(
     assert [x for x, _ in found.curve("copy").points] == list(CPU.copies)
     assert found.value("prompt_attention_half") >= 1.0
     assert found.curve("product", rows=4).points[-1][0] == 4 * CPU.hidden * CPU.outputs[-1]
+    stored = found.curve(IN_8_BITS, rows=4, weights="fp8-block")
+    assert [x for x, _ in stored.points] == [round(129 / 128 * CPU.hidden * 64)]
+    assert len(found.family(IN_8_BITS)) == len(EIGHT_BITS) * len(CPU.rows)
     assert all("ladder bench machine" in each.provenance for each in found.curves)
     said = capsys.readouterr().out
     assert said.count("missing") == len(fitted)

@@ -44,7 +44,7 @@ def test_long_steps_are_predicted() -> None:
         errors.append(abs(found.us / us["new"] - 1))
     assert len(errors) == 32
     assert fmean(errors) < 0.035
-    assert max(errors) < 0.078
+    assert max(errors) < 0.085
 
 
 def test_a_cache_in_fp8_is_read_and_held_as_stored(capsys: Out) -> None:

@@ -13,12 +13,12 @@ import pytest
 
 from ladder.models import UserError
 from ladder.perf import machine as module
-from ladder.perf.cost import CONVERTED
 from ladder.perf.grid import matrix_rate
 from ladder.perf.links import fit_link
-from ladder.perf.machine import Curve, Machine, Value, with_links_of
+from ladder.perf.machine import IN_8_BITS, Curve, Estimate, Machine, Value, with_links_of
 from ladder.perf.machine_files import OLDER, load, read, shipped, write
 from ladder.perf.nodes import with_former_kernels
+from ladder.perf.rows import CONVERTED, converting, product
 from tests import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -265,6 +265,20 @@ def test_a_wrong_file_is_one_line_with_the_remedy(tmp_path: Path, message: str) 
     with pytest.raises(UserError, match=f"m.json.*{message}.*ladder bench machine") as caught:
         read(path)
     assert "\n" not in str(caught.value)
+
+
+def test_products_in_8_bits_have_curves_of_their_own() -> None:
+    """What is fitted to steps is a factor on these; without such curves, on those in 16 bits."""
+    machine = load("h200x1")
+    curve = machine.curve(IN_8_BITS, rows=4, weights="int8")
+    (x, us), *_ = curve.points
+    assert product(machine, x, 4, "int8") == Estimate(us, "measured")
+    assert converting(machine, "int8", 4) != 1.0
+    bare = replace(machine, curves=(curve,))
+    assert converting(bare, "int8", 4) == 1.0
+    assert converting(bare, "fp8", 4) == dict(CONVERTED)[4.0]
+    former = with_former_kernels(machine)
+    assert product(former, x, 4, "int8") == product(former, x, 4, "bf16")
 
 
 def test_what_stands_for_a_fit_of_8_bits_is_the_one_of_an_h200() -> None:

@@ -138,13 +138,14 @@ def test_two_gpus_are_predicted_by_their_own_file_as_well(
 
 def test_steps_grow_with_sequences() -> None:
     """By no more than 1 % the other way. From two to four rows products become tiles, which
-    recorded steps of `standard` fall by as well: 1.547 and 1.515 ms (2026-11-29-two-cuts-h200x4,
-    2026-11-29-inference-h200x4)."""
+    recorded steps of `standard` fall by as well: 1.547 and 1.506 ms, and a ladder's grow by as
+    little as from 1.121 to 1.148 (2026-11-29-two-cuts-h200x4, 2026-11-29-inference-cuts-h200x4)."""
     machine, batches = load("h200x4"), (3, 4, 5, 6, 8, 12, 16, 17, 24, 32, 48, 63, 64)
     for plan in ("standard", "ladder"):
         shape = model_config("llama-3-8b", plan=plan)
         steps = [phases.decode(shape, machine, 4, "push", n, 1024).us for n in (1, 2, *batches)]
         one, two, *more = steps
         assert one < two
-        assert more[1] / two == pytest.approx(1.515 / 1.547 if plan == "standard" else 1, abs=0.015)
+        recorded = 1.506 / 1.547 if plan == "standard" else 1.148 / 1.121
+        assert more[1] / two == pytest.approx(recorded, abs=0.03)
         assert all(after > 0.99 * us for us, after in pairwise(more))

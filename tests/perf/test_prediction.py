@@ -20,6 +20,7 @@ from ladder.perf.machine_files import load
 from ladder.perf.nodes import with_older_kernels
 from ladder.perf.prediction.fitting import calibrated
 from ladder.perf.prediction.records import scores
+from ladder.perf.rows import product
 from ladder.perf.simulate import simulate, spent
 from tests import ROOT
 
@@ -267,16 +268,16 @@ def test_the_fullest_multiprocessor_takes_longest(
     config = replace(config, plan=resolve_plan("ladder", config.num_layers, 1))
     machine = load("h200x1")
     cost = DecodeCost(config, machine, 1, "async", batch, 1024)
-    product = next(o for o in cost.lowered(config.plan).operations if o.part == part)
+    operation = next(o for o in cost.lowered(config.plan).operations if o.part == part)
     most = -(-blocks // 132) * 132 / blocks if blocks else 1.0
     times = max(1.0, most / MOST_OF_SHARE)
-    us = cost._product(cost.weights[part] * times, cost.batch).us
-    assert cost.alone(product).us == pytest.approx(cost.stretch * us)
+    us = product(machine, cost.weights[part] * times, batch, "bf16").us
+    assert cost.alone(operation).us == pytest.approx(cost.stretch * us)
     assert (times > 1) == (blocks in (64, 160))
     former = replace(machine, curves=of_one_size().curves)
     cost = DecodeCost(config, former, 1, "async", batch, 1024)
-    us = cost._product(cost.weights[part], cost.batch).us
-    assert cost.alone(product).us == pytest.approx(cost.stretch * us), "curves of one size"
+    us = product(former, cost.weights[part], batch, "bf16").us
+    assert cost.alone(operation).us == pytest.approx(cost.stretch * us), "curves of one size"
 
 
 def of_one_size() -> Machine:
@@ -310,11 +311,7 @@ def test_more_sequences_are_fitted_to_the_model_without_communication() -> None:
 def test_two_sequences_take_a_third_of_what_four_take_more() -> None:
     """Between one sequence and the fewest that were fitted, as everywhere between points."""
     machine = of_one_size()
-    config = replace(model_config("llama-3-8b"), plan=resolve_plan("none", 32, 4), tp_degree=4)
-    one, two, four = (
-        DecodeCost(config, machine, 4, "push", batch, 1024)._product(2e7, batch).us
-        for batch in (1, 2, 4)
-    )
+    one, two, four = (product(machine, 2e7, batch, "bf16").us for batch in (1, 2, 4))
     assert two - one == pytest.approx((four - one) / 3)
     assert four > one
 
@@ -322,16 +319,12 @@ def test_two_sequences_take_a_third_of_what_four_take_more() -> None:
 def test_rows_between_those_that_were_fitted_follow_what_was_measured() -> None:
     """Of one size: with 64 alone fitted, 4 do not take a 20th of what 64 do."""
     machine = of_one_size()
-    config = replace(model_config("llama-3-8b"), plan=resolve_plan("none", 32, 4), tp_degree=4)
     fitted = Curve("more rows", {}, ((64.0, 1.1),), "fitted: a test")
     curves = tuple(each for each in machine.curves if each.name != "more rows")
     machine = replace(machine, curves=(*curves, fitted))
 
     def more(batch: int) -> float:
-        one, found = (
-            DecodeCost(config, machine, 4, "push", rows, 1024)._product(2e7, rows).us
-            for rows in (1, batch)
-        )
+        one, found = (product(machine, 2e7, rows, "bf16").us for rows in (1, batch))
         return found - one
 
     assert more(64) == pytest.approx(1.1)

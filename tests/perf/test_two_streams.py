@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ladder.config import model_config
+from ladder.kernels.limits import FEW_HEADS
 from ladder.models import resolve_plan
 from ladder.parallel.chains import MOST_BRANCHED, overlaps
 from ladder.perf import phases
@@ -17,6 +18,7 @@ from ladder.perf.graph import COMM, LINKS, MAIN, SECOND, Graph, Operation
 from ladder.perf.lower_decode import WAYS, decode
 from ladder.perf.machine import Value
 from ladder.perf.machine_files import load
+from ladder.perf.prediction.eras import as_then
 from ladder.perf.riders import TODAY, Kernels
 from ladder.perf.simulate import simulate
 from tests.samples import FUSED_PLANS, random_plan
@@ -160,6 +162,21 @@ def test_kernels_of_two_streams_share_the_gpu() -> None:
     assert cost.beside(gate, pushed) == cost.beside(pushed, gate) == 1.0
 
 
+def test_attention_of_few_sequences_leaves_multiprocessors_to_the_other_stream() -> None:
+    """It has 64 programs then, over contexts of up to 2,048 tokens."""
+
+    def share(batch: int, context: int = 1024, kernels: Kernels = TODAY) -> float:
+        config, machine = model_config("quarter-8b"), load("h200x1")
+        cost = DecodeCost(config, machine, 1, "async", batch, context, kernels=kernels)
+        graph = cost.lowered(resolve_plan("ladder", 4, 1))
+        attention = next(each for each in graph.operations if each.kind == "attention")
+        idle = machine.value("launch_us") / 2 + cost.crossing.get(attention.index, 0.0)
+        return cost._shares(attention)[0] / (1 - idle / cost(attention))
+
+    assert share(1) == share(4) == pytest.approx(64 / 132)
+    assert share(5) == share(1, 2049) == share(1, kernels=Kernels(wide=False)) == pytest.approx(1)
+
+
 def test_what_both_streams_get_depends_on_rows() -> None:
     """By curves of today's kernels in bfloat16 and fp8; else by one number."""
 
@@ -169,10 +186,10 @@ def test_what_both_streams_get_depends_on_rows() -> None:
 
     known = dict(load("h200x1").curve("streams together", weights="bf16").points)
     assert both("h200x1", 4) == known[4.0] > known[64.0] == both("h200x1", 64)
-    assert both("h200x1", 10) == pytest.approx((known[4.0] + known[16.0]) / 2)
+    assert both("h200x1", 12) == pytest.approx((known[8.0] + known[16.0]) / 2)
     one = load("h200x1").value("streams_together")
-    assert both("h200x1", 1, "fp8") > both("h200x1", 4, "fp8") == one
-    assert both("h200x1", 4, "int8") == both("h200x1", 4, kernels=Kernels(wide=False)) == one
+    assert both("h200x1", 1, "fp8") > both("h200x1", 4, "fp8")
+    assert both("h200x1", 4, "int8") < both("h200x1", 4, kernels=Kernels(wide=False)) == one
     assert both("h100x1", 4) == known[4.0]  # H100s have no curve of their own
 
 
@@ -192,7 +209,10 @@ def test_two_streams_gain_launches_and_what_both_get(batch: int) -> None:
     assert least <= ladder < 0.95 * standard
     standard, _ = time("standard", launch_us=1e-6, both=1.0)
     ladder, _ = time("ladder", launch_us=1e-6, both=1.0)
-    assert ladder == pytest.approx(standard, rel=4e-3)
+    if 2 * batch > FEW_HEADS:  # it has two KV heads
+        assert ladder == pytest.approx(standard, rel=4e-3)
+    else:  # attention leaves multiprocessors to the other stream
+        assert 0.9 * standard < ladder < standard
 
 
 # Microseconds a step of 8 layers of quarter-8b on an H200, on one stream (riders) and on two:
@@ -205,11 +225,14 @@ RECORDED = {
 
 
 def test_recorded_steps_on_one_gpu() -> None:
-    """Of smaller tiles than today's, to which `streams together` is fitted."""
+    """Of smaller tiles than today's, to which `streams_together` is fitted."""
     config = replace(model_config("quarter-8b"), plan=resolve_plan("ladder", 8), num_layers=8)
+    machine, kernels = as_then(load("h200x1"), "narrow")
     errors = []
     for (weights, batch), us in RECORDED.items():
-        found = phases.decode(config, load("h200x1"), 1, "push", batch, 1024, weights=weights)
+        found = phases.decode(
+            config, machine, 1, "push", batch, 1024, weights=weights, kernels=kernels
+        )
         errors.append(abs(found.us / us - 1))
     assert sum(errors) / len(errors) < 0.03, errors
     assert max(errors) < 0.07, errors

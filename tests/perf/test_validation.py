@@ -15,7 +15,7 @@ from ladder.cli import main
 from ladder.models.errors import UserError
 from ladder.perf.machine import Curve, Value
 from ladder.perf.machine_files import load, read
-from ladder.perf.nodes import with_former_kernels
+from ladder.perf.nodes import with_former_kernels, with_uncut_kernels
 from ladder.perf.phases import prefill
 from ladder.perf.planner import question
 from ladder.perf.prediction.command import kind_of
@@ -163,6 +163,11 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         ("29-fp8-h200x4", "h200x4", "decode", 12, (2.6, 5.5, 5.7)),
         ("29-fp8-h200x4", "h200x4", "prefill", 12, (3.0, 5.5, 7.4)),
         ("29-train-operators-h200x4", "h200x4", "train", 6, (1.2, 1.5, 1.5)),
+        # Today's: four kinds of weights, to whose ladders in part `streams together` is fitted.
+        ("29-inference-cuts-h200x4", "h200x4", "decode", 12, (2.0, 2.9, 3.2)),
+        ("29-fp8-cuts-h200x4", "h200x4", "decode", 12, (2.6, 5.4, 8.4)),
+        ("30-formats-half-8b-h200x2", "h200x2", "decode", 78, (2.2, 4.8, 8.0)),
+        ("30-formats-quarter-8b-h200", "h200x1", "decode", 10, (1.9, 3.8, 3.8)),
         # Half of it with riders; its few steps of 16 follow a prompt.
         ("28-lagging-half-8b-h200x2", "h200x4", "decode", 16, (4.9, 8.5, 9.9)),
     ],
@@ -178,7 +183,7 @@ def test_other_models_and_machines_are_held_out(
 
 def test_steps_without_communication_of_other_models() -> None:
     """Those in fp8 are fitted; a 70B's and a 2B's follow from an 8B's."""
-    machine, limits = load("h200x4"), {"fp8": 0.005, "bf16": 0.035}
+    machine, limits = with_uncut_kernels(load("h200x4")), {"fp8": 0.005, "bf16": 0.035}
     found = 0
     for name in ("fp8-halves", "2b-class", "70b"):
         file = RESULTS / f"2026-11-28-{name}-h200x4.jsonl"

@@ -25,6 +25,7 @@ from ladder.parallel.sharding import initialise
 from ladder.perf import phases
 from ladder.perf.graph import forward
 from ladder.perf.machine_files import load
+from ladder.perf.prediction.eras import as_then, era_of
 from ladder.perf.prediction.records import context_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -40,8 +41,10 @@ def errors(phase: str, record: str, gpus: int) -> list[float]:
         if point.degree <= point.tp or point.no_comm or not line.get("result"):
             continue
         context = context_of(point) if phase == "decode" else point.prompt
+        machine, kernels = as_then(load(f"h200x{gpus}"), era_of(line["machine"]))
+        how = {"kernels": kernels} if phase == "decode" else {}
         us = getattr(phases, phase)(
-            resolve(point), load(f"h200x{gpus}"), point.tp, point.reducer, point.batch, context
+            resolve(point), machine, point.tp, point.reducer, point.batch, context, **how
         ).us
         found.append(us / 1e3 / line["result"][f"{phase}_ms"] - 1)
     return found

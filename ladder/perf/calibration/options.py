@@ -9,7 +9,7 @@ from pathlib import Path
 from ladder.files import check_names_file
 from ladder.models.errors import UserError, unknown
 from ladder.next_step import say_next
-from ladder.perf.machine import ATTENTION, TURNS
+from ladder.perf.machine import ATTENTION, IN_8_BITS, TURNS
 
 # What --only can name.
 FAMILIES = ("values", "product", "attention", "landing", "all-reduce", "peer-copy", "all-gather",
@@ -25,6 +25,8 @@ def family(name: str) -> str:
         return "turns"
     if name in ATTENTION.values():
         return "attention"
+    if name == IN_8_BITS:
+        return "product"
     if name == "copies to all":
         return "peer-copy"
     return "beside" if "beside" in name else name.replace(" ", "-")

@@ -12,14 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ladder.costs import stored_bytes
 from ladder.kernels.attention import decode_attention
 from ladder.kernels.carveout import carveout, least
 from ladder.kernels.landing import land, new_landing
 from ladder.models import storage
+from ladder.models.eight_bits import EIGHT_BITS
 from ladder.perf.calibration import beside, collectives, exchanges, turns
 from ladder.perf.calibration.sizes import HELD, Part, Point, Sizes, copies_of, pairs, random
 from ladder.perf.calibration.timing import host_microseconds, microseconds
-from ladder.perf.machine import ATTENTION
+from ladder.perf.machine import ATTENTION, IN_8_BITS
 
 TURN, MOST_CALLS = 1e12, 32  # of a turn of large products: multiplications (a few ms), and calls
 KV_GROUP = 4  # query heads for each KV head
@@ -51,6 +53,10 @@ def parts(
             yield from exchanges.parts(sizes, group, device)
     yield Part("copy", {}, partial(_copies, sizes, device))
     yield Part("prompt attention", {}, partial(_prompt_attention, sizes, device))
+    for weights in EIGHT_BITS:
+        for rows in sizes.rows if converts or weights == "int8" else ():
+            run = partial(_products, sizes, rows, device, weights)
+            yield Part(IN_8_BITS, {"rows": rows, "weights": weights}, run)
     for outputs, inputs in sizes.matrices:
         run = partial(_matrix, sizes, outputs, inputs, device)
         yield Part("matrix", {"outputs": outputs, "inputs": inputs}, run)
@@ -88,15 +94,22 @@ def _copies(sizes: Sizes, device: torch.device) -> list[Point]:
     return [(nbytes, _copy(nbytes, device)) for nbytes in sizes.copies]
 
 
-def _products(sizes: Sizes, rows: int, device: torch.device) -> list[Point]:
+def _products(
+    sizes: Sizes, rows: int, device: torch.device, weights: str = "bf16"
+) -> list[Point]:  # fmt: skip
     """The time of a product in a chain of pairs: one from `hidden`, then one back to it, each with
     a weight of its own, and with as much shared memory as in a decode step."""
+    plain = weights == "bf16"
     found: list[Point] = []
-    for outputs in sizes.outputs:
-        works = pairs(sizes, rows, outputs, device)
+    for outputs in sizes.outputs if plain else sizes.outputs_in_8_bits:
+        works = pairs(sizes, rows, outputs, device, weights)
         with carveout(least(rows)):
             us = microseconds(works, max(sizes.calls, len(works)), device)
-        found.append((outputs * sizes.hidden * sizes.dtype.itemsize, us / 2))
+        elements = outputs * sizes.hidden
+        nbytes = elements * sizes.dtype.itemsize
+        if not plain:
+            nbytes = round(stored_bytes(elements, (outputs + sizes.hidden) / 2, weights))
+        found.append((nbytes, us / 2))
     return found
 
 

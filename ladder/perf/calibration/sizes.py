@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ladder.kernels.decode import project
+from ladder.kernels.decode_shapes import by_halves, by_pieces
+from ladder.kernels.pieces import Pieces, new_pieces, split_reference
+from ladder.models.quantised import quantise
+from ladder.parallel.matrix import Matrix
 from ladder.perf.calibration.timing import Work
 
 Point = tuple[float, float]
@@ -28,6 +31,7 @@ class Sizes:
     rows: tuple[int, ...]  # of products of a decode step
     hidden: int
     outputs: tuple[int, ...]
+    outputs_in_8_bits: tuple[int, ...]
     matrix_rows: tuple[int, ...]
     matrices: tuple[tuple[int, int], ...]  # outputs, inputs
     head_dim: int
@@ -66,6 +70,7 @@ GPU = Sizes(
     (1, 2, 4, 16, 32, 64),
     4096,
     (128, 512, 2048, 8192, 28672),
+    (512, 2048, 8192, 28672),
     (128, 512, 2048, 8192),
     tuple((outputs, inputs) for outputs in (1024, 4096, 16384) for inputs in (1024, 4096, 8192)),
     128,
@@ -85,6 +90,7 @@ CPU = Sizes(
     (1, 4),
     32,
     (16, 64),
+    (64,),
     (8, 32),
     ((16, 32), (32, 16)),
     8,
@@ -125,22 +131,43 @@ def copies_of(nbytes: int, device: torch.device) -> int:
     return max(2, min(MOST_COPIES, -(-HELD // nbytes)))
 
 
-def pairs(sizes: Sizes, rows: int, outputs: int, device: torch.device) -> list[Work]:
+def pairs(
+    sizes: Sizes, rows: int, outputs: int, device: torch.device, weights: str = "bf16"
+) -> list[Work]:
     """Pairs of a decode step's products: one from `hidden` to `outputs`, then one back. Together
-    their weights are larger than the L2 cache."""
-    options: dict[str, Any] = {"dtype": sizes.dtype, "device": device}
-    nbytes = outputs * sizes.hidden * sizes.dtype.itemsize
-    x = random(rows, sizes.hidden, **options)
-    return [
-        partial(_pair, x, random(outputs, sizes.hidden, **options),
-                random(sizes.hidden, outputs, **options))
-        for _ in range(-(-copies_of(nbytes, device) // 2))
-    ]  # fmt: skip
+    their weights are larger than the L2 cache.
+
+    weights: how they are stored, in `dtype` for bf16, or as a name in EIGHT_BITS. Inputs are then
+    those of an engine's products: with fp8, the first is in pieces and the second in float16.
+    """
+    itemsize = sizes.dtype.itemsize if weights == "bf16" else 1
+    x = random(rows, sizes.hidden, dtype=sizes.dtype, device=device)
+    split = None
+    if weights == "fp8" and by_pieces(rows):
+        split = new_pieces(x)
+        split_reference(x, split)
+    made: list[Work] = []
+    for _ in range(-(-copies_of(outputs * sizes.hidden * itemsize, device) // 2)):
+        first, second = (
+            _matrix(random(*shape, dtype=sizes.dtype, device=device), weights)
+            for shape in ((outputs, sizes.hidden), (sizes.hidden, outputs))
+        )
+        if weights == "fp8" and by_halves(rows):
+            first.gives, second.gives = torch.float16, sizes.dtype
+        made.append(partial(_pair, x, split, first, second))
+    return made
 
 
-def _pair(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    inner = project(x, first)
+def _matrix(weight: Tensor, weights: str) -> Matrix:
+    if weights == "bf16":
+        return Matrix(weight)
+    stored, scales = quantise(weight, weights, "weight")
+    return Matrix(stored, scales=scales)
+
+
+def _pair(x: Tensor, split: Pieces | None, first: Matrix, second: Matrix) -> Tensor:
+    inner = first.project(x, pieces=split)
     assert inner is not None
-    out = project(inner, second)
+    out = second.project(inner)
     assert out is not None
     return out

@@ -7,15 +7,16 @@ from typing import Any, Literal, get_args
 
 from ladder.kernels.limits import MAX_ROWS
 from ladder.perf.machine import Machine
-from ladder.perf.nodes import with_former_kernels, with_older_kernels
+from ladder.perf.nodes import with_former_kernels, with_older_kernels, with_uncut_kernels
 from ladder.perf.riders import TODAY, Kernels
 
 Era = Literal[  # newest first
-    "today", "narrow", "branching", "riding", "beside", "inside", "behind", "older",
+    "today", "uncut", "narrow", "branching", "riding", "beside", "inside", "behind", "older",
 ]  # fmt: skip
 ERAS: tuple[Era, ...] = get_args(Era)
 SAID: dict[Era, str] = {
     "today": "",
+    "uncut": "former cuts of one and two rows",
     "narrow": "smaller tiles beside other kernels",
     "branching": "parts of a layer beside each other",
     "riding": "riding beside tiles",
@@ -40,6 +41,8 @@ TWO_STREAMS, RIDING_COMMITS = "2026-11-28", ("5c18ef3", "e8b240c", "8b38687")
 BRANCHING_COMMITS = ("e0aaac6", "0fe2e3a", "d3dcdbf", "7e146f2")
 # In steps before that day, and of these commits, products beside other kernels have smaller tiles.
 WIDE_TILES, NARROW_COMMITS = "2026-11-29", ("9900fd3", "b7f6b0e", "c805ead")
+# In steps of these commits products of one and two rows, and of all in 8 bits, have other cuts.
+UNCUT_COMMITS = ("d031fa8", "c3c63d6", "6e22421", "af797f5", "823927c")
 # Steps before that day, and of these commits, read a cache in fp8 byte by byte.
 PAIRED_CACHE, BYTEWISE_COMMITS = "2026-11-30", ("12383da",)
 Chosen = Callable[[Mapping[str, Any]], bool]
@@ -67,7 +70,7 @@ def era_of(about: Mapping[str, Any]) -> Era:
         return "branching"
     if before(about, WIDE_TILES) or commit.startswith(NARROW_COMMITS):
         return "narrow"
-    return "today"
+    return "uncut" if commit.startswith(UNCUT_COMMITS) else "today"
 
 
 def of_era(era: Era) -> Chosen:
@@ -95,12 +98,14 @@ def as_then(machine: Machine, era: Era) -> tuple[Machine, Kernels]:
     were cut then."""
     if era == "today":
         return machine, TODAY
+    if era == "uncut":
+        return with_uncut_kernels(machine), TODAY
     if era == "narrow":
-        return machine, Kernels(wide=False)
+        return with_uncut_kernels(machine), Kernels(wide=False)
     if era == "branching":
-        return machine, Kernels(branches=MAX_ROWS, wide=False)
+        return with_uncut_kernels(machine), Kernels(branches=MAX_ROWS, wide=False)
     if era == "riding":
-        return machine, Kernels("beside")
+        return with_uncut_kernels(machine), Kernels("beside")
     if era == "older":
         kept = with_older_kernels(machine)
         return kept or machine, Kernels("behind", even=kept is None, long=False)

@@ -57,8 +57,7 @@ def fit_steps(
     """The machine with what is fitted to decode steps of `model`, plan none.
 
     `step_stretch` comes from the step of one sequence, `more rows` from steps of more sequences,
-    and `converted` from steps with weights in 8 bits, for each type that was recorded. older: see
-    `calibrations`.
+    and `converted` by `fit_converted`. older: see `calibrations`.
     """
     files = tuple(files)
     said = ", ".join(file.name for file in files)
@@ -76,6 +75,16 @@ def fit_steps(
     curve = Curve("more rows", {}, (), about)
     machine = _with_points(machine, curve, {each: steps[each] for each in others},
                            lambda each: more_rows(machine, each.batch))  # fmt: skip
+    return fit_converted(machine, files, model, older)
+
+
+def fit_converted(
+    machine: Machine, files: Iterable[Path], model: str, older: bool | None = None
+) -> Machine:
+    """The machine with `converted`, fitted to steps of `model`, plan none, with weights in 8 bits,
+    for each type that was recorded. older: see `calibrations`."""
+    files = tuple(files)
+    said = ", ".join(file.name for file in files)
     for kind in EIGHT_BITS:
         stored = calibrations(files, machine, "decode", model, kind, older)
         about = f"fitted: the same with weights in {kind}; {said}"
