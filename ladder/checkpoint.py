@@ -46,6 +46,7 @@ QUANTISATION = "quantization_config"  # Hugging Face's key in config.json: other
 GENERATION = "generation_config.json"  # Hugging Face's: end-of-text tokens, sampling options
 CHECKSUMS = "checksums.json"  # of a run's checkpoint: the SHA-256 of every file, see `digest`
 RECORD = "train.json"  # of a run's checkpoint: its step and recipe
+TOKENIZER = "tokenizer.json"
 SAMPLE = 2**20  # bytes
 SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -111,6 +112,16 @@ def read_stop_tokens(folder: Path) -> list[int]:
         if (path := folder / name).is_file():
             found += stop_tokens(read_json(path), str(path))
     return sorted(set(found))
+
+
+def generation_settings(path: Path, ends: Iterable[int]) -> bytes:
+    """A generation_config.json whose end tokens include `ends`: transformers reads only these."""
+    data = read_json(path)
+    known = stop_tokens(data, str(path))
+    if not {*ends} - {*known}:
+        return path.read_bytes()
+    data["eos_token_id"] = list(dict.fromkeys([*ends, *known]))
+    return (json.dumps(data, indent=2) + "\n").encode()
 
 
 def huggingface_config(data: dict[str, Any]) -> dict[str, Any] | None:
@@ -232,8 +243,8 @@ def digest(sums: Mapping[str, str]) -> str:
 def first_damage(folder: Path, names: Collection[str] | None = None) -> str | None:
     """The error message for the first damaged file of a run's checkpoint; None: no damage.
 
-    names: check only these files. Every rank must call this and gets the same result; the ranks
-    divide the files among them.
+    names: check only these files, and the tokenizer's if it has a checksum. Every rank must call
+    this and gets the same result; the ranks divide the files among them.
     """
     wrong = []
     there: list[str] = []
@@ -244,7 +255,7 @@ def first_damage(folder: Path, names: Collection[str] | None = None) -> str | No
         needed = {"config.json", RECORD, *tensors} if names is None else {*names}
         if unknown := sorted(needed - {*sums}):
             raise UserError(f"{folder / CHECKSUMS} lacks {some(unknown)}; the file is damaged")
-        there = sorted(sums if names is None else names)
+        there = sorted(sums if names is None else {*names, *({TOKENIZER} & {*sums})})
     except UserError as error:
         wrong.append(str(error))
     for name in there[launch.rank() :: launch.world_size()]:
@@ -273,9 +284,10 @@ def model_hash(folder: Path) -> str:
 
 
 def refuse_damage(reader: TensorReader, remedy: str) -> None:
-    """Raise UserError, on every rank, if the weights of a run's checkpoint are damaged.
+    """Raise UserError, on every rank, if weights or the tokenizer of a run's checkpoint changed.
 
-    Otherwise a flipped bit would silently become a weight. Other folders have no checksums.
+    Otherwise a flipped bit would silently become a weight, and tokens would stand for other text.
+    Other folders have no checksums.
     """
     if (reader.folder / CHECKSUMS).is_file():
         files = {chunk.file for chunks in reader.files.values() for chunk in chunks}

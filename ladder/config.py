@@ -225,8 +225,25 @@ def load_plan(spec: Any) -> Any:
         data = load_yaml(Path(spec))
         if not data:
             raise UserError(f"the plan {spec} is empty; give it `layers` or a list of records")
+        data = _printed_plan(data, spec)
         return {"name": Path(spec).stem, **data} if isinstance(data, dict) else data
     return spec
+
+
+def _printed_plan(data: Any, path: Any) -> Any:
+    """The plan in what `ladder plans NAME --json` prints, without its costs; other data as it is.
+
+    Raises UserError for several plans.
+    """
+    plans = data if isinstance(data, list) else [data]
+    if not all(isinstance(each, dict) and {"sublayers", "reads"} <= {*each} for each in plans):
+        return data
+    if len(plans) > 1:
+        raise UserError(
+            f"the plan {path} holds {len(plans)} plans; give a file of one, as `ladder plans NAME "
+            f"--json` prints it"
+        )
+    return {key: plans[0][key] for key in ("name", "tp_degree", "sublayers") if key in plans[0]}
 
 
 def model_config(

@@ -14,6 +14,17 @@ CHATML = """{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + mess
 {%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
 {%- else %}{{ message['content'] | tojson }}{{ '<|im_end|>\\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""  # noqa: E501
+# As Qwen3's for training: earlier answers lose their empty thought once a question follows.
+THINKING = """{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- if tools %}{{- 'tools: ' + (tools | tojson) + '\n' }}{%- endif %}
+{%- for m in messages %}{{- m.role + ': ' }}
+{%- if m.role == 'assistant' %}
+{%- if loop.index0 > ns.last %}{{- '<think>' + (m.reasoning_content or '') + '</think>' }}{%- endif %}
+{%- generation %}{{- m.content + eos_token }}{%- endgeneration %}
+{%- else %}{{- m.content }}{%- endif %}{{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"""  # noqa: E501
 CHAT = [
     {"role": "user", "content": "<one> & two?"},
     {"role": "assistant", "content": " Three é"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +17,11 @@ import torch
 import yaml
 
 from ladder.cli import main
+from ladder.folders import newest
 from ladder.parallel import launch
 from tests import ROOT
 from tests.commands import Start
-from tests.corpus import make_corpus
+from tests.corpus import make_corpus, swap_two_tokens
 from tests.distributed import PATIENCE
 
 LADDER = [sys.executable, "-m", "ladder"]
@@ -336,6 +338,26 @@ def test_a_tokenizer_is_not_overwritten(trained: Path, capsys: pytest.CaptureFix
     assert main([*command, "--out", str(trained / "tokenizer")]) == 2
     assert "add --overwrite" in capsys.readouterr().err
     assert (trained / "tokenizer" / "tokenizer.json").read_bytes() == before
+
+
+def test_the_tokenizer_of_data_or_a_model_is_never_replaced(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches shards and weights whose tokens stand for other text from then on."""
+    command = ["tokenizer", "train", str(trained / "texts"), "--vocab-size", "280", "--overwrite"]
+    for folder, name in ((trained / "data", "index"), (newest(trained / "run"), "config")):
+        before = (folder / "tokenizer.json").read_bytes()
+        assert main([*command, "--out", str(folder)]) == 2
+        error = capsys.readouterr().err
+        assert f"--out={folder} holds prepared data or a model ({name}.json)" in error
+        assert "overwrite" not in error
+        assert (folder / "tokenizer.json").read_bytes() == before
+    run = tmp_path / "run"
+    shutil.copytree(newest(trained / "run"), run)
+    swap_two_tokens(run / "tokenizer.json")
+    assert main(["generate", str(run), "--prompt", "a", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert "tokenizer.json is damaged: its checksum is wrong; copy it again, or use" in error
 
 
 @pytest.mark.parametrize(

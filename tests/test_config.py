@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ladder.cli import main
 from ladder.config import (
     apply_overrides,
     find,
@@ -20,7 +21,7 @@ from ladder.config import (
 )
 from ladder.data.tokenizer import train_tokenizer
 from ladder.infer.sampling import Sampling, choose_tokens, draws
-from ladder.models import UserError, resolve_plan
+from ladder.models import ModelConfig, UserError, resolve_plan
 from ladder.train import metrics
 from ladder.train.config import load_train_config
 
@@ -218,3 +219,30 @@ def test_an_empty_override_does_not_mean_the_default(name: str) -> None:
     with pytest.raises(UserError, match=f"{name}= is empty; .*{name}=null for none"):
         load_train_config("tiny", [f"{name}="])
     assert load_train_config("tiny", [f"{name}=null"]).plan in ("ladder", "standard")
+
+
+def test_a_printed_plan_is_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `ladder plans NAME --json` prints, and its one entry; records of another T are told."""
+    words = ["plans", "dtp-1", "--layers", "4", "--tp-degree", "2", "--json"]
+    assert main(words) == 0
+    printed, file = capsys.readouterr().out, tmp_path / "mine.json"
+    expected = resolve_plan("dtp-1", 4, 2)
+    for text in (printed, json.dumps(json.loads(printed)[0])):
+        file.write_text(text)
+        assert resolve_plan(load_plan(file), 4, 2) == expected
+        with pytest.raises(UserError, match="tp_degree=4 holds records of another T, tp_degree=2;"):
+            resolve_plan(load_plan(file), 4, 4)
+    assert main(["plans", "ladder", *words[1:]]) == 0
+    file.write_text(capsys.readouterr().out)
+    with pytest.raises(UserError, match=r"mine\.json holds 2 plans; give a file of one"):
+        load_plan(file)
+
+
+def test_a_file_may_have_a_presets_name(tmp_path: Path) -> None:
+    """Its records are its own, also after they were saved with a model."""
+    own = "{reduce: none, own_scale: 3}"
+    file = tmp_path / "accumulate-2x.yaml"
+    file.write_text(f"layers: [{{layers: 0-3, attention: {own}, mlp: {{reduce: accumulated}}}}]\n")
+    config = model_config("tiny", file, 4, vocab_size=67)
+    assert config.plan.sublayers[0].own_scale == 3
+    assert ModelConfig.from_dict(config.to_dict()) == config

@@ -14,6 +14,8 @@ import pytest
 from ladder.data.prepare import prepare
 from ladder.data.sources import open_corpus
 from ladder.demo import command as demo
+from ladder.files import beside
+from ladder.lock import hold
 from ladder.models.errors import UserError
 from tests.commands import Start
 
@@ -165,6 +167,20 @@ def test_a_folder_with_files_of_the_users_is_refused_and_kept(
     assert sorted(out.rglob("*")) == before
     for name in names:
         assert (out / name).read_text(encoding="utf-8") == f"the user's {name}"
+
+
+def test_a_second_demo_in_the_folder_is_refused(tmp_path: Path) -> None:
+    """Catches the running demo's folders removed under it."""
+    out = tmp_path / "demo"
+    (out / "tokenizer").mkdir(parents=True)
+    (out / demo.MARK).write_text("", encoding="utf-8")
+    before = sorted(tmp_path.rglob("*"))
+    with (
+        hold(beside(out), "the first demo"),
+        pytest.raises(UserError, match=rf"--out={out} is in use by another process: .*; wait for"),
+    ):
+        demo.main(out)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_file_in_place_of_the_folder_is_refused_and_kept(tmp_path: Path) -> None:

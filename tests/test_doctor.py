@@ -43,7 +43,7 @@ def test_this_machine_passes(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert text.splitlines()[-1].startswith("ladder works here")
     lines = {line[15:33].strip(): line for line in text.splitlines() if line}
-    for name in ("python", "torch", "model", "gloo"):
+    for name in ("python", "torch", "model", "gloo", "launch"):
         assert lines[name].startswith("ok       core"), lines[name]
 
 
@@ -294,6 +294,41 @@ def test_environment_lists_what_is_set() -> None:
     assert [check.name for check in checks] == ["NCCL_P2P_DISABLE"]
     assert checks[0].detail.startswith("'1': 1 keeps NCCL off")
     assert [check.name for check in machine.environment_checks({})] == ["environment"]
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "", "-1", "1.5"])
+def test_a_number_of_threads_that_is_none_fails(value: str) -> None:
+    (check,) = machine.environment_checks({"OMP_NUM_THREADS": value})
+    assert check.status == "failed"
+    assert "give 1 or more, or unset it" in check.detail
+    for right in ("4", "2,1"):
+        assert machine.environment_checks({"OMP_NUM_THREADS": right})[0].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("values", "status", "words"),
+    [
+        ({}, "ok", "one process"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "failed", "RANK=5 with WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "x"}, "failed", "WORLD_SIZE=x, which is no whole number"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "failed", "WORLD_SIZE=2 without MASTER_ADDR"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "9"},
+            "ok", "rank 1 of 2",
+        ),
+    ],
+)  # fmt: skip
+def test_the_launch_is_judged_as_commands_do(
+    values: dict[str, str], status: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an environment called ok with which every command is refused."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    check = run_check("launch", machine.probe_launch)
+    assert check.status == status
+    assert words in check.detail
 
 
 def test_lowest_versions_are_pyproject_s() -> None:

@@ -23,6 +23,7 @@ from ladder.checkpoint import (
     WEIGHTS,
     Entry,
     TensorReader,
+    generation_settings,
     huggingface_config,
     newest,
     read_config,
@@ -35,7 +36,7 @@ from ladder.checkpoint import (
     write_tensors,
 )
 from ladder.config import load_plan
-from ladder.convert.options import check, check_out
+from ladder.convert.options import CAST_DTYPES, check, check_out
 from ladder.convert.quantise import in_eight_bits, refuse_weights, untied
 from ladder.convert.verify import cannot_compare, compare_logits, tensor_checksum, verify_checksums
 from ladder.convert.weights import Made, plainly, recipes
@@ -77,16 +78,19 @@ def convert(
     to: str = "ladder",
     finish: Callable[[Path], None] | None = None,
     weights: str | None = None,
+    dtype: str | torch.dtype | None = None,
 ) -> ConversionReport:
     """Convert a model folder (ours, a run's, or Hugging Face's) to a new folder `out`.
 
     plan: a specification for `resolve_plan`; None keeps the source's. to: a name in FORMATS.
     finish: called with the new folder before it gets its name. weights: a name in QUANTISED, to
-    store the matrices in 8 bits (for inference only); None: as in the source. Raises UserError if
-    the model cannot be converted, and if the written files fail verification.
+    store the matrices in 8 bits (for inference only); None: as in the source. dtype: one of
+    CAST_DTYPES, the type of all tensors; None: each keeps its own. Raises UserError if the model
+    cannot be converted, and if the written files fail verification.
     """
     if to not in FORMATS:
         raise unknown("format", to, FORMATS)
+    asked = None if dtype is None else _dtype(dtype, weights)
     start = time.monotonic()
     check_out(out, source)
     old = read_config(source)
@@ -103,13 +107,13 @@ def convert(
     reader = TensorReader(source, WEIGHTS)
     model = meta_model(old)
     reader.check(model)
-    dtype = stored_dtype(model, reader)
+    stored = asked or stored_dtype(model, reader)
     reader.close()
     refuse_damage(reader, "convert another checkpoint of the run")
     read_stop_tokens(source)  # refuses damaged ones now: they are copied
     todo = recipes(old, config)
     if weights is None:
-        wanted = plainly(todo, reader)
+        wanted = plainly(todo, reader, asked)
     else:
         wanted, config = in_eight_bits(todo, reader, config, weights), untied(config)
     nbytes = {each.name: each.nbytes for each in wanted}
@@ -137,7 +141,7 @@ def convert(
             entries = [Entry(each.name, each.nbytes, fetcher(each)) for each in wanted]
             write_tensors(folder, WEIGHTS, entries, writer=True)
             verify_checksums(folder, sums, advance)
-        _write_config(source, folder, config, to, dtype, weights)
+        _write_config(source, folder, config, to, stored, weights)
         _copy_companions(source, folder)
         if to == "hf":
             name_end(folder)
@@ -145,10 +149,21 @@ def convert(
         logits: float | str = f"the matrices are stored in {weights}"
         compared = "logits"
         if weights is None:
-            logits, compared = _logits(source, folder, old, config, to)
+            logits, compared = _logits(source, folder, old, config, to, asked)
         if finish is not None:
             finish(folder)
     return ConversionReport(len(wanted), total, seconds, logits, compared)
+
+
+def _dtype(dtype: str | torch.dtype, weights: str | None) -> torch.dtype:
+    """The type of this name. Raises UserError for an unknown one, and with `weights`."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in CAST_DTYPES:
+        raise unknown("dtype", name, CAST_DTYPES)
+    if weights is not None:
+        raise UserError(f"--dtype={name} with --weights={weights}: leave one of the two out")
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def _write_config(
@@ -170,6 +185,9 @@ def _copy_companions(source: Path, folder: Path) -> None:
             shutil.copytree(path, folder / path.name)
         else:
             shutil.copyfile(path, folder / path.name)
+    if (settings := source / GENERATION).is_file():
+        content = generation_settings(settings, read_stop_tokens(source))
+        (folder / GENERATION).write_bytes(content)
 
 
 def name_end(folder: Path) -> None:
@@ -182,8 +200,9 @@ def name_end(folder: Path) -> None:
 
 
 def _logits(
-    source: Path, folder: Path, old: ModelConfig, config: ModelConfig, to: str
-) -> tuple[float | str, str]:
+    source: Path, folder: Path, old: ModelConfig, config: ModelConfig, to: str,
+    dtype: torch.dtype | None,
+) -> tuple[float | str, str]:  # fmt: skip
     """The fields `logits` and `compared` of the ConversionReport."""
     from_hf = read_json(source / "config.json").get("model_type") != "ladder"
     reason = cannot_compare(old, config)
@@ -191,7 +210,8 @@ def _logits(
         reason = "both folders have the same format"
     if reason is not None:
         return reason, "logits"
-    return compare_logits(folder, source) if from_hf else compare_logits(source, folder)
+    ours, theirs = (folder, source) if from_hf else (source, folder)
+    return compare_logits(ours, theirs, dtype)
 
 
 def _refuse_plans(options: argparse.Namespace) -> None:
@@ -231,6 +251,7 @@ def convert_command(options: argparse.Namespace) -> int:
         options.tp_degree,
         options.to,
         weights=options.weights,
+        dtype=options.dtype,
     )
     rate = amount(round(report.nbytes / report.seconds))
     print(

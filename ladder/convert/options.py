@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ladder.config import DTYPES
 from ladder.files import check_new_folder, refuse_inside
 from ladder.folders import newest
 from ladder.next_step import PROMPT, say_next
+
+CAST_DTYPES = (*DTYPES, "float16")  # that `ladder convert` writes on request
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +38,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=("ladder", "hf"),
         default="ladder",
         help="format to write; hf: Hugging Face's, which holds plan standard only",
+    )
+    parser.add_argument(
+        "--dtype", choices=CAST_DTYPES, help="type of the weights to write; default: as in MODEL"
     )
     parser.add_argument(
         "--weights",

@@ -63,14 +63,15 @@ def cannot_compare(old: ModelConfig, new: ModelConfig) -> str | None:
 
 
 @torch.no_grad()
-def compare_logits(ours: Path, theirs: Path) -> tuple[float, str]:
+def compare_logits(ours: Path, theirs: Path, dtype: torch.dtype | None = None) -> tuple[float, str]:
     """Compare the logits of our folder and of Hugging Face's on random tokens, in float32.
 
     Returns the largest difference relative to the largest logit, and a text that says what was
     compared. Ours are computed under `standard`, for any stored plan. Of a model above
     MOST_PARAMETERS, only as many first layers as fit (at least one) and the first ROWS tokens of
-    the vocabulary are compared. One model is in memory at a time. Raises UserError if the
-    difference is above TOLERANCE.
+    the vocabulary are compared. One model is in memory at a time. dtype: the type to which one of
+    the folders was cast; the weights of both are rounded to it. Raises UserError if the difference
+    is above TOLERANCE.
     """
     config = read_config(ours)
     part = _fitting(config)
@@ -83,8 +84,11 @@ def compare_logits(ours: Path, theirs: Path) -> tuple[float, str]:
         what += f" of the first {part.num_layers} of {config.num_layers} layers"
     if config.plan.sublayers != resolve_plan("standard", config.num_layers).sublayers:
         what += " under plan standard"
-    expected = _their_logits(theirs, None if whole else part, tokens)
-    difference = (_ours(ours, part)(tokens) - expected).abs().max() / expected.abs().max()
+    if dtype is not None:
+        what += f" with weights in {str(dtype).removeprefix('torch.')}"
+    expected = _their_logits(theirs, None if whole else part, tokens, dtype)
+    found = _rounded(_ours(ours, part), dtype)(tokens)
+    difference = (found - expected).abs().max() / expected.abs().max()
     if not difference <= TOLERANCE:
         raise UserError(
             f"the {what} differ from transformers' by {difference:.1e} of the largest: the "
@@ -124,10 +128,19 @@ def _ours(folder: Path, config: ModelConfig) -> Transformer:
     return model
 
 
-def _their_logits(folder: Path, part: ModelConfig | None, tokens: Tensor) -> Tensor:
+def _rounded(model: Any, dtype: torch.dtype | None) -> Any:
+    """The model with its weights rounded to `dtype`, in their own type."""
+    for parameter in model.parameters() if dtype else ():
+        parameter.copy_(parameter.to(dtype))
+    return model
+
+
+def _their_logits(
+    folder: Path, part: ModelConfig | None, tokens: Tensor, dtype: torch.dtype | None
+) -> Tensor:
     """The logits of transformers' model of the folder; with `part`, only of that part."""
     try:
-        logits: Tensor = _theirs(folder, part)(tokens).logits
+        logits: Tensor = _rounded(_theirs(folder, part), dtype)(tokens).logits
         return logits
     except Exception as error:  # transformers raises errors of many types
         raise UserError(

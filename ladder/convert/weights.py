@@ -108,11 +108,44 @@ def norms_read(model: Transformer, layers: Collection[int]) -> dict[str, str]:
 
 
 def make(recipe: Recipe, reader: TensorReader) -> Tensor:
-    """The new tensor, made from the source's files; an unchanged tensor is a view of the file."""
-    gain = None if recipe.gain is None else reader.whole(recipe.gain)
-    made = recipe.make(reader.whole(recipe.name), gain)
+    """The new tensor, made from the source's files; an unchanged tensor is a view of the file.
+
+    Raises UserError for a value that is not finite.
+    """
+    gain = None if recipe.gain is None else _finite(recipe.gain, reader)
+    made = recipe.make(_finite(recipe.name, reader), gain)
     reader.close()  # lets the system drop the pages that were read
     return made
+
+
+def _finite(name: str, reader: TensorReader) -> Tensor:
+    """A tensor of the source's files. Raises UserError if a value is not finite."""
+    value = reader.whole(name)
+    if not is_finite(value):
+        files = {chunk.file for chunk in reader.files[name]}
+        where = reader.folder / files.pop() if len(files) == 1 else reader.folder
+        raise UserError(
+            f"{where}: tensor {name!r} holds NaN or infinity; fetch the file again, or give an "
+            f"earlier checkpoint"
+        )
+    return value
+
+
+def is_finite(value: Tensor) -> bool:
+    """Whether all values are finite; needs no memory, as `isfinite` does. NaN passes through."""
+    return all(bool(each.isfinite()) for each in value.aminmax())
+
+
+def cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in `dtype`. Raises UserError if a value is too large for that."""
+    found = value.to(dtype)
+    if found is not value and not is_finite(found):
+        short = str(dtype).removeprefix("torch.")
+        raise UserError(
+            f"--dtype={short}: a value of {name!r} is too large for {short}; choose bfloat16 or "
+            f"float32"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -124,11 +157,14 @@ class Made:
     make: Callable[[], Tensor]
 
 
-def plainly(todo: Sequence[Recipe], reader: TensorReader) -> list[Made]:
-    """The tensors of these recipes, in the source's types."""
+def plainly(
+    todo: Sequence[Recipe], reader: TensorReader, dtype: torch.dtype | None = None
+) -> list[Made]:
+    """The tensors of these recipes, in `dtype`; None: in the source's types."""
 
     def made(recipe: Recipe) -> Made:
-        nbytes = math.prod(recipe.shape) * reader.dtype(recipe.name).itemsize
-        return Made(recipe.name, nbytes, lambda: make(recipe, reader))
+        name, kind = recipe.name, dtype or reader.dtype(recipe.name)
+        nbytes = math.prod(recipe.shape) * kind.itemsize
+        return Made(name, nbytes, lambda: cast(name, make(recipe, reader), kind))
 
     return [made(each) for each in todo]

@@ -62,8 +62,11 @@ class Batches(ABC):
         """The window at position `entry` of the endless order; a pure function."""
 
     @abstractmethod
-    def first(self, limit: int | None) -> Sequence[int]:
-        """The windows to evaluate on: the first `limit`, or all of them where `limit` is None."""
+    def spread(self, limit: int | None) -> Sequence[int]:
+        """The windows to evaluate on: `limit`, evenly spread over all of them, or all (None).
+
+        The first ones would be a part of the corpus only, which is in the order of its paths.
+        """
 
     def batch(
         self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1
@@ -133,8 +136,9 @@ class Windows(Batches):
     def targets(self, indices: Sequence[int]) -> int:
         return len(indices) * self.seq_len
 
-    def first(self, limit: int | None) -> Sequence[int]:
-        return range(len(self))[:limit]
+    def spread(self, limit: int | None) -> Sequence[int]:
+        count = len(self) if limit is None else min(limit, len(self))
+        return [i * len(self) // count for i in range(count)]
 
     def _order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
         """The permutation of all windows in one epoch.

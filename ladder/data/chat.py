@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from ladder.data.conversations import REASONING
 from ladder.data.encoded import ANSWER, BEGINS, Encoded
 from ladder.data.formats import Document, Field
 from ladder.data.sources import name_hash
@@ -69,9 +70,10 @@ class EncodeChat:
         left_out: Counter[str] = Counter()
         first: dict[str, str] = {}
         batch: list[list[Piece]] = []
+        answer_ends: set[int | None] = set()
 
         def flush() -> None:
-            tokens.extend(self._encode(batch))
+            tokens.extend(self._encode(batch, answer_ends))
             batch.clear()
 
         for document in unit.read(self.field):
@@ -91,21 +93,26 @@ class EncodeChat:
         lengths = np.array([len(each) for each in tokens[1:]], np.int64)
         return Encoded(
             np.concatenate(tokens), np.array(keys, np.uint64), lengths, np.array(sizes, np.int64),
-            left_out, first,
+            left_out, first, frozenset(answer_ends),
         )  # fmt: skip
 
     def _pieces(self, document: Document) -> list[Piece]:
-        messages = json.loads(document.text)
+        messages, tools = json.loads(document.text), None
         if isinstance(messages, dict):
-            raise LeftOut(messages["left_out"])
+            if "left_out" in messages:
+                raise LeftOut(messages["left_out"])
+            messages, tools = messages["messages"], messages["tools"]
         if any("tool_calls" in message for message in messages):
             raise LeftOut("in which tools are called")  # the call's arguments were not read
-        if any(self._names.search(message["content"]) for message in messages):
+        said = [message.get(key, "") for message in messages for key in ("content", *REASONING)]
+        if any(map(self._names.search, (*said, json.dumps(tools, ensure_ascii=False)))):
             raise LeftOut("in which someone says a special token's name")
-        return self.template.pieces(messages)
+        return self.template.pieces(messages, tools)
 
-    def _encode(self, batch: list[list[Piece]]) -> Iterator[npt.NDArray[Any]]:
-        """Each conversation's tokens with their marks, uint32."""
+    def _encode(
+        self, batch: list[list[Piece]], answer_ends: set[int | None]
+    ) -> Iterator[npt.NDArray[Any]]:
+        """Each conversation's tokens with their marks, uint32. Adds to `answer_ends`."""
         assert self._tokenizer is not None
         texts = [piece.text for pieces in batch for piece in pieces]
         encodings = iter(encode_batch(self._tokenizer, texts))
@@ -114,15 +121,17 @@ class EncodeChat:
             for piece in pieces:
                 ids = np.array(next(encodings).ids, np.uint32)
                 if piece.answer:
-                    ids[: self._learnt(piece.text, ids)] |= ANSWER
+                    end = self._end(piece.text, ids)
+                    answer_ends.add(None if end is None else int(ids[end]))
+                    ids[: None if end is None else end + 1] |= ANSWER
                 parts.append(ids)
             tokens = np.concatenate(parts)
             tokens[:1] |= BEGINS
             yield tokens.astype("<u4", copy=False)
 
-    def _learnt(self, text: str, answer: npt.NDArray[Any]) -> int:
-        """The number of an answer's tokens to learn: up to the end token, which a new line may
-        follow; all of them if other text follows the last special token."""
+    def _end(self, text: str, answer: npt.NDArray[Any]) -> int | None:
+        """The position of an answer's end token, the last to learn: only a new line may follow it.
+        None if other text follows the last special token: then the whole answer is learnt."""
         ends = np.flatnonzero(np.isin(answer, self._special))
         after = self._names.split(text)[-1]
-        return int(ends[-1]) + 1 if len(ends) and not after.strip() else len(answer)
+        return int(ends[-1]) if len(ends) and not after.strip() else None

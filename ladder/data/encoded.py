@@ -22,7 +22,8 @@ class Encoded(NamedTuple):
 
     keys: the hash of each document's name, uint64. lengths: tokens of each document. bytes: bytes
     of each document's text, int64. left_out: the number of documents left out, by reason. first:
-    the name of the first document left out, by reason.
+    the name of the first document left out, by reason. answer_ends: the special tokens that end the
+    learnt answers; None stands for answers without one.
     """
 
     tokens: npt.NDArray[Any]
@@ -31,6 +32,7 @@ class Encoded(NamedTuple):
     bytes: npt.NDArray[np.int64]
     left_out: Counter[str]
     first: Mapping[str, str]
+    answer_ends: frozenset[int | None] = frozenset()
 
     def up_to(self, tokens: int) -> Encoded:
         """The first documents that together have at least `tokens` tokens."""

@@ -1,26 +1,42 @@
 """Documents, and the files that hold them: text, JSON lines, Parquet.
 
 A document is a whole text file, one line of a .jsonl (or .ndjson) file or one row of a .parquet
-file. A file can be cut into parts that are read independently; its documents do not depend on the
-cuts.
+file. Text and lines may be compressed by gzip. A file that is not compressed can be cut into parts
+that are read independently; its documents do not depend on the cuts.
 """
 
 from __future__ import annotations
 
 import codecs
+import csv
+import gzip
+import io
 import json
+import os
 import re
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ladder.data.conversations import conversation_text, unusable
+from ladder.data.conversations import columns_beside, conversation_text, remedy_for, unusable
 from ladder.models.errors import UserError, kind_of
 
 ROWS = 1024  # rows of a Parquet file that are in memory as Python strings at once
 FORMS = {".jsonl": ".jsonl", ".ndjson": ".jsonl", ".parquet": ".parquet"}
+GZIP = {".jsonl": ".jsonl", ".ndjson": ".jsonl", ".json": ".jsonl", ".txt": ""}  # before .gz
+TABLES = {".csv": ",", ".tsv": "\t"}
+COMPRESSED = {  # by how such a file begins
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "Zstandard",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"PK\x03\x04": "zip",
+    **{b"BZh%d1AY&SY" % level: "bzip2" for level in range(1, 10)},
+}
 
 
 class Source(NamedTuple):
@@ -51,12 +67,21 @@ class Field:
     def __str__(self) -> str:
         return f"{'chat_field' if self.conversations else 'text_field'}={self.name!r}"
 
-    def missing(self, where: str, what: str, names: Iterable[str]) -> UserError:
-        return UserError(f"{where} has no {what} {self}; its {what}s: {', '.join(names) or 'none'}")
+    def columns(self, names: Collection[str]) -> list[str]:
+        """The columns to read, of those that a file has: its own, and what belongs to it."""
+        beside = columns_beside(self.name) if self.conversations else ()
+        return [self.name, *(each for each in beside if each in names)]
+
+    def missing(self, where: str, what: str, names: Collection[str]) -> UserError:
+        remedy = f"; {remedy_for(names)}" if self.conversations else ""
+        return UserError(
+            f"{where} has no {what} {self}; its {what}s: {', '.join(names) or 'none'}{remedy}"
+        )
 
 
 class FilePart(NamedTuple):
     """A part of a file: bytes of a .jsonl, row groups of a .parquet, the whole of any other file.
+    Of compressed lines: those from a number on.
 
     start, stop: where the part begins and ends; None is the end of the file. number: the lines or
     rows before the part, for the names of its documents. size: its share of the file, in bytes.
@@ -71,13 +96,20 @@ class FilePart(NamedTuple):
 
 def form(path: Path) -> str:
     """.jsonl or .parquet, for files that hold many documents; empty for text."""
+    if compressed(path):
+        return GZIP[Path(path.stem).suffix.lower()]
     return FORMS.get(path.suffix.lower(), "")
 
 
-def file_size(source: Source) -> int:
-    """The file's size in bytes. Raises UserError for a file that cannot be read."""
+def compressed(path: Path) -> bool:
+    """Whether the file is read through gzip: text or lines of JSON with .gz behind their names."""
+    return path.suffix.lower() == ".gz" and Path(path.stem).suffix.lower() in GZIP
+
+
+def file_status(source: Source) -> os.stat_result:
+    """The file's size, date and so on. Raises UserError for a file that cannot be read."""
     with _readable(source.path):
-        return source.path.stat().st_size
+        return source.path.stat()
 
 
 def cut(
@@ -87,7 +119,7 @@ def cut(
 
     Returns the part, and the number of lines or rows before the next part (None: no next part).
     """
-    size = file_size(source)
+    size = file_status(source).st_size
     with _readable(source.path):
         if form(source.path) == ".jsonl":
             return _cut_lines(source, start, number, room, size)
@@ -100,12 +132,12 @@ def read_documents(part: FilePart, field: Field) -> Iterator[Document]:
     """The documents of a part that are not empty, in order; one is in memory at a time.
 
     Raises UserError for a file that cannot be read, text that is not UTF-8, a broken line or row,
-    and a .json file of records.
+    and a .json file of records or a table that has the field.
     """
     path = part.source.path
     with _readable(path):
         if form(path) == ".jsonl":
-            yield from _read_lines(part, field)
+            yield from (document for _, document in read_lines(part, field))
             return
         if form(path) == ".parquet":
             yield from _read_rows(part, field)
@@ -115,7 +147,8 @@ def read_documents(part: FilePart, field: Field) -> Iterator[Document]:
                 f"{path} is no .jsonl or .parquet file, where {field} has conversations; take it "
                 f"out of the paths given, or, if it has one object a line, rename it to .jsonl"
             )
-        data = path.read_bytes()
+        with _open(path) as file:
+            data = file.read()
     mark = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
     try:
         text = data[mark:].decode("utf-8")
@@ -127,6 +160,8 @@ def read_documents(part: FilePart, field: Field) -> Iterator[Document]:
         ) from error
     if path.suffix.lower() == ".json":
         _refuse_records(path, text, field)
+    if path.suffix.lower() in TABLES:
+        _refuse_table(path, text, field)
     if text:
         yield Document(part.source.name, text, len(data) - mark)
 
@@ -154,6 +189,19 @@ def _refuse_records(path: Path, text: str, field: Field) -> None:
     )
 
 
+def _refuse_table(path: Path, text: str, field: Field) -> None:
+    """Raise UserError for a table whose first row names the text field, for the same reason."""
+    try:
+        header = next(csv.reader([text.partition("\n")[0]], delimiter=TABLES[path.suffix.lower()]))
+    except (csv.Error, StopIteration):
+        return
+    if field.name in header:
+        raise UserError(
+            f"{path} is a table, and would be read as a single text; to read {field} of each row, "
+            f"write the rows into a .jsonl file; to read it as it is, rename it to .txt"
+        )
+
+
 def utf8_size(text: str, where: str) -> int:
     """The length of a text in UTF-8. Raises UserError, naming `where`, for invalid Unicode."""
     try:
@@ -169,10 +217,34 @@ def utf8_size(text: str, where: str) -> int:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(
+            f"{path} is no gzip file, or damaged ({error}); copy it again, or take it out of the "
+            f"paths given"
+        ) from error
     except OSError as error:
         raise UserError(
             f"{path} cannot be read: {error.strerror or error}; check the path and permissions"
         ) from error
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[io.BufferedIOBase]:
+    """The file's text, decompressed. Raises UserError for what is compressed under another name."""
+    if compressed(path):
+        with gzip.open(path, "rb") as file:
+            yield file
+        return
+    with path.open("rb") as file:
+        start = file.read(max(map(len, COMPRESSED)))
+        for known, kind in COMPRESSED.items():
+            if start.startswith(known):
+                raise UserError(
+                    f"{path} is compressed ({kind}); decompress it, or take it out of the paths "
+                    f"given (only .jsonl.gz, .json.gz and .txt.gz are read as they are)"
+                )
+        file.seek(0)
+        yield file
 
 
 # ---- JSON lines
@@ -192,9 +264,14 @@ def _cut_lines(
     return part, (number + lines if stop < size else None)
 
 
-def _read_lines(part: FilePart, field: Field) -> Iterator[Document]:
-    with part.source.path.open("rb") as lines:
-        lines.seek(part.start)
+def read_lines(part: FilePart, field: Field) -> Iterator[tuple[int, Document]]:
+    """The documents of a part of a file of lines, each with its line's number."""
+    path = part.source.path
+    with _readable(path), _open(path) as lines:
+        if compressed(path):  # it is read from its beginning
+            next(islice(lines, part.number, part.number), None)
+        else:
+            lines.seek(part.start)
         at = part.start
         for number, line in enumerate(lines, part.number + 1):
             if part.stop is not None and at >= part.stop:
@@ -202,11 +279,11 @@ def _read_lines(part: FilePart, field: Field) -> Iterator[Document]:
             at += len(line)
             if not line.strip():
                 continue
-            where = f"{part.source.path} line {number}"
+            where = f"{path} line {number}"
             text = _text_of(line, where, field)
             size = utf8_size(text, where)
             if text:
-                yield Document(f"{part.source.name}:{number}", text, size)
+                yield number, Document(f"{part.source.name}:{number}", text, size)
 
 
 def _text_of(line: bytes, where: str, field: Field) -> str:
@@ -237,9 +314,13 @@ def _conversation_of(line: bytes, field: Field) -> str:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return unusable("that are no valid JSON")
-    if not isinstance(record, dict) or field.name not in record:
+    if not isinstance(record, dict):
         return unusable(f"without the field {field.name!r}")
-    return conversation_text(record[field.name])
+    if field.name not in record:
+        names = ", ".join([*record][:8])
+        remedy = f" (their fields: {names}: {remedy_for(record)})" if record else ""
+        return unusable(f"without the field {field.name!r}{remedy}")
+    return conversation_text(record, field.name)
 
 
 # ---- Parquet
@@ -264,9 +345,12 @@ def _parquet(path: Path, field: Field) -> Iterator[Any]:
             kind = schema.field(field.name).type
             if arrow.types.is_dictionary(kind):  # strings that are stored once each
                 kind = kind.value_type
-            allowed, what = (arrow.types.is_string, arrow.types.is_large_string), "string"
+            types = arrow.types
+            allowed, what = [types.is_string, types.is_large_string, types.is_string_view], "string"
             if field.conversations:
-                allowed, what = (arrow.types.is_list, arrow.types.is_large_list), "list"
+                # A prompt and its completion may be text.
+                texts = allowed if "completion" in field.columns(schema.names) else []
+                allowed, what = [types.is_list, types.is_large_list, *texts], "list"
             if not any(fits(kind) for fits in allowed):
                 raise UserError(
                     f"{path}: column {field.name!r} is of type {kind}, not {what}; choose another "
@@ -288,6 +372,7 @@ def _cut_rows(
     """A part of whole row groups, at least one: the units in which a Parquet file is read."""
     with _parquet(source.path, field) as file:
         metadata = file.metadata
+        read = field.columns(file.schema_arrow.names)
         groups, rows, text, stop = metadata.num_row_groups, 0, 0, start
         while stop < groups and text < room:
             group = metadata.row_group(stop)
@@ -295,7 +380,7 @@ def _cut_rows(
             text += sum(
                 column.total_uncompressed_size
                 for column in columns
-                if column.path_in_schema.split(".")[0] == field.name
+                if column.path_in_schema.split(".")[0] in read
             )
             rows, stop = rows + group.num_rows, stop + 1
         total = max(metadata.num_rows, 1)
@@ -307,20 +392,22 @@ def _read_rows(part: FilePart, field: Field) -> Iterator[Document]:
     with _parquet(part.source.path, field) as file:
         stop = file.metadata.num_row_groups if part.stop is None else part.stop
         number = part.number
+        columns = field.columns(file.schema_arrow.names)
         for group in range(part.start, stop):
-            for batch in file.iter_batches(ROWS, row_groups=[group], columns=[field.name]):
-                for value in batch.column(0):
+            for batch in file.iter_batches(ROWS, row_groups=[group], columns=columns):
+                for values in zip(*(batch.column(each) for each in columns), strict=True):
                     number += 1
                     where = f"{part.source.path} row {number}"
                     try:
-                        text = value.as_py()
+                        text, *beside = (value.as_py() for value in values)
                     except UnicodeDecodeError as error:
                         raise UserError(
                             f"{where}: column {field.name!r} is not UTF-8 text ({error}); correct "
                             f"or remove the row"
                         ) from error
                     if field.conversations:
-                        text = conversation_text(text)
+                        row = dict(zip(columns, (text, *beside), strict=True))
+                        text = conversation_text(row, field.name)
                     if text is None:
                         raise UserError(
                             f"{where}: column {field.name!r} is null, not a string; fill or "

@@ -72,6 +72,8 @@ def _check(index: Any) -> None:
         raise ValueError(f"dtype={repr(index['dtype'])} is none of {', '.join(STORED)}")
     _check_count(index, "vocab_size", 1)
     _check_count(index, "eos_id", 0, index["vocab_size"])
+    if "answer_end_id" in index:  # folders of earlier versions lack it
+        _check_count(index, "answer_end_id", 0, index["vocab_size"])
     _check_type(index, "tokenizer_sha256", str, "a text")
     _check_name(index, "token_bytes")
     if "token_bytes_sha256" in index:  # folders of earlier versions lack it

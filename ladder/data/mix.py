@@ -38,10 +38,9 @@ class Mix(TokenData):
     shares: tuple[int, ...]
 
     @property
-    def ends(self) -> int | list[int]:
-        """The end tokens of all sources: the tokenizer's for text, the template's for chats."""
-        found = list(dict.fromkeys([self.eos_id, *(source.eos_id for source in self.sources)]))
-        return found if len(found) > 1 else found[0]
+    def end_ids(self) -> list[int]:
+        """The end tokens of all sources."""
+        return list(dict.fromkeys(end for source in self.sources for end in source.end_ids))
 
     def _windows(self, split: str, seq_len: int) -> Batches:
         parts = []
@@ -58,8 +57,8 @@ class MixedWindows(Batches):
 
     Of the first n entries of the order, a source with the fraction w of the weights has n w, give
     or take less than one. The windows of a source are drawn in the source's own order, so that none
-    is repeated before all have been drawn. Evaluation takes the windows of each source from the
-    first on, in the same proportions; once a source is used up, the others go on without it.
+    is repeated before all have been drawn. Evaluation takes windows in the same proportions, evenly
+    spread over each source; once a source is used up, the others go on without it.
     """
 
     def __init__(
@@ -120,13 +119,19 @@ class MixedWindows(Batches):
         turn = cycle * self.shares[source] + int(self.turn[at])
         return int(self.bases[source]) + self.parts[source].draw(seed, turn)
 
-    def first(self, limit: int | None) -> Sequence[int]:
+    def spread(self, limit: int | None) -> Sequence[int]:
         entries = []  # the entry that would draw each window if the sources were not shuffled
         for part, share, own in zip(self.parts, self.shares, self.entries, strict=True):
             cycle, turn = np.divmod(np.arange(len(part)), share)
             entries.append(cycle * len(self.source) + own[turn])
-        chosen: list[int] = np.argsort(np.concatenate(entries))[:limit].tolist()
-        return chosen
+        drawn = np.argsort(np.concatenate(entries))[:limit]
+        source = np.searchsorted(self.bases, drawn, side="right") - 1
+        chosen = np.empty_like(drawn)
+        for number, part in enumerate(self.parts):
+            its = source == number
+            chosen[its] = self.bases[number] + np.array(part.spread(int(its.sum())), np.int64)
+        found: list[int] = chosen.tolist()
+        return found
 
 
 def plan_cycle(shares: Sequence[int]) -> npt.NDArray[np.int64]:

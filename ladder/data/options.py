@@ -42,6 +42,12 @@ def run_tokenizer(options: argparse.Namespace) -> int:
     check_vocab_size(options.vocab_size)
     refuse_inside(options.out, options.paths)
     check_writable(tokenizer_file(options.out))
+    for name in ("index.json", "config.json", "checksums.json"):
+        if (tokenizer_file(options.out).parent / name).exists():
+            raise UserError(
+                f"--out={options.out} holds prepared data or a model ({name}), whose tokens "
+                f"another tokenizer would misread; choose another folder"
+            )
 
     if tokenizer_file(options.out).exists() and not options.overwrite:
         raise UserError(

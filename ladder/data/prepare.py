@@ -30,7 +30,7 @@ import tokenizers
 
 from ladder.data import units as cutting
 from ladder.data.chat import EncodeChat
-from ladder.data.formats import Field, Source, file_size
+from ladder.data.formats import Field, Source, compressed, file_status
 from ladder.data.index import INDEX, STORED, TOKEN_BYTES, VERSION
 from ladder.data.shards import KEPT, Unfinished, unfinished
 from ladder.data.sources import SPLITS, find_sources, heldout_below
@@ -78,7 +78,7 @@ def prepare(
     `out` (see ladder.data.shards), and a call with the same arguments resumes from them.
 
     chat_field: the field or column of .jsonl and .parquet files and of streams that holds a
-        conversation, in place of text. The tokenizer's chat template, or the Jinja file
+        conversation (`prompt`: with that of `completion`), in place of text. The tokenizer's chat template, or the Jinja file
         `chat_template`, turns it into text; its answers are marked (see ladder.data.chat).
     max_left_out: the maximum share of unusable conversations, which are left out; more are an
         error. They are counted by reason.
@@ -134,6 +134,9 @@ def prepare(
             "splits": work.state["splits"],
             **({"left_out": work.state["left_out"]} if chat_field else {}),
         }
+        ends = work.state["answer_ends"]
+        if len(ends) == 1 and ends[0] is not None:  # all answers end alike
+            index["answer_end_id"] = ends[0]
 
         def fill(folder: Path) -> None:
             encoding.write(folder)
@@ -224,8 +227,8 @@ def _open_encoding(
         encode = EncodeChat(text, Field(chat_field, True), template)
         if not encode.ends_answers():
             print(
-                f"the chat template of {template.where} writes no special token behind an answer: "
-                f"a model that is trained on it does not learn to stop",
+                f"the chat template of {template.where} writes no special token at the end of an "
+                f"answer: a model that is trained on it does not learn to stop",
                 file=sys.stderr,
             )
     else:
@@ -240,9 +243,13 @@ def _open_encoding(
 
 
 def _size(sources: Sequence[Source | Stream]) -> int | None:
-    """The bytes of the sources; None if one is a stream, whose size is unknown."""
-    sizes = [None if isinstance(source, Stream) else file_size(source) for source in sources]
-    return None if None in sizes else sum(size or 0 for size in sizes)
+    """The bytes of the sources; None if one is a stream or compressed: its size is unknown."""
+    size = 0
+    for source in sources:
+        if isinstance(source, Stream) or compressed(source.path):
+            return None
+        size += file_status(source).st_size
+    return size
 
 
 def _arguments(
@@ -268,7 +275,7 @@ def _fingerprint(sources: Sequence[Source | Stream]) -> str:
     found = hashlib.sha256()
     for source in sources:
         if not isinstance(source, Stream):
-            status = source.path.stat()
+            status = file_status(source)
             line = f"{source.name}\0{status.st_size}\0{status.st_mtime_ns}\n"
             found.update(line.encode("utf-8", "surrogateescape"))
     return found.hexdigest()
@@ -278,15 +285,23 @@ def _go_on_or_start(
     work: Unfinished, arguments: Mapping[str, Any], below: int, dtype: str, overwrite: bool
 ) -> None:
     if work.units:
-        other = work.differs(arguments)
-        if other and not overwrite and work.units >= KEPT:
+        files = work.state["arguments"].get("files")
+        changed = files != arguments["files"]
+        other = work.differs({**arguments, "files": files})
+        if (other or changed) and not overwrite and work.units >= KEPT:
+            if other:
+                raise UserError(
+                    f"{work.folder} holds the unfinished work of a call with {other}; repeat that "
+                    f"call to finish it, or give --overwrite to start over"
+                )
             raise UserError(
-                f"{work.folder} holds the unfinished work of a call with {other}; repeat that call "
-                f"to finish it, or give --overwrite to start over"
+                f"{work.folder} holds unfinished work on files whose names, sizes or dates have "
+                f"changed since; give --overwrite to start over"
             )
-        if not other and work.go_on():
-            # Work that an earlier version left unfinished lacks this key.
+        if not (other or changed) and work.go_on():
+            # Work that an earlier version left unfinished lacks these keys.
             work.state.setdefault("first_left_out", {})
+            work.state.setdefault("answer_ends", [])
             print(f"going on after {work.state['names'][0]:,} documents", file=sys.stderr)
             return
     state = {**NOTHING, "arguments": arguments, "heldout_below": below}

@@ -37,7 +37,12 @@ class TokenData:
     @property
     def ends(self) -> int | list[int]:
         """The tokens that end a text, for a model that learns from it: one, or several."""
-        return self.eos_id
+        return self.end_ids if len(self.end_ids) > 1 else self.end_ids[0]
+
+    @property
+    def end_ids(self) -> list[int]:
+        """The token that ends the answers of conversations, if known; the end-of-text token."""
+        return list(dict.fromkeys([self.index.get("answer_end_id", self.eos_id), self.eos_id]))
 
     def split(self, name: str) -> Split:
         if name not in self.splits:
@@ -103,10 +108,10 @@ def text_bytes(data: TokenData, targets: torch.Tensor) -> torch.Tensor:
 
 
 def heldout_order(windows: Batches, limit: int | None, batch_size: int) -> Iterator[Sequence[int]]:
-    """The windows to evaluate on (see `Batches.first`), in batches."""
+    """The windows to evaluate on (see `Batches.spread`), in batches."""
     if batch_size < 1 or (limit is not None and limit < 1):
         raise UserError(f"batch_size={batch_size} and limit={limit} must be 1 or more")
-    chosen = windows.first(limit)
+    chosen = windows.spread(limit)
     for start in range(0, len(chosen), batch_size):
         yield chosen[start : start + batch_size]
 
@@ -114,12 +119,13 @@ def heldout_order(windows: Batches, limit: int | None, batch_size: int) -> Itera
 def heldout_windows(
     data: TokenData, seq_len: int, limit: int | None = None, batch_size: int = 1
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The held-out windows in batches, from the first on, for bits per byte.
+    """The held-out windows in batches, for bits per byte.
 
     Several sources are mixed in the proportions of their weights until one is used up (see `Mix`).
 
-    limit: the maximum number of windows; None is all. Yields inputs, targets and the bytes of text
-    per target: three int64 [batch, seq_len], where only the last batch may be below `batch_size`.
+    limit: the maximum number of windows, evenly spread over all of them; None is all. Yields
+    inputs, targets and the bytes of text per target: three int64 [batch, seq_len], where only the
+    last batch may be below `batch_size`.
     Bits per byte is the sum of the targets' losses in nats / ln 2 / the sum of the bytes.
     """
     windows = data.windows("heldout", seq_len)

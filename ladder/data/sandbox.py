@@ -28,6 +28,9 @@ FRESH = 0.1  # seconds for which the process's memory is cached: reading it is a
 BITS = 2**16  # the largest product or power
 DECIMALS = 100  # the most decimals to round to
 ONE = threading.Lock()
+# What a template writes inside of {% generation %} lies between these marks: noncharacters, which
+# Unicode keeps for a program's own use.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
 T = TypeVar("T")
 STEPS = "steps of a loop"  # the name of a filter; with spaces, so no template can use it
 
@@ -53,6 +56,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             optimized=False,
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
+        self.tagged = False  # whether the template has {% generation %} tags
         self.deadline = float("inf")
         self.memory, self.looked = 0, float("-inf")  # the process's, and when it was read
         self.fresh = True  # whether it was read for the current work
@@ -154,10 +158,17 @@ def _most(values: Iterable[Any]) -> bool:
 
 
 class _Generation(Extension):
-    """The tags `{% generation %}` and `{% endgeneration %}` of some templates, without effect."""
+    """The tags `{% generation %}` and `{% endgeneration %}` of some templates, which enclose what
+    the model writes: they write OPEN and CLOSE."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2's own
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        self.environment.tagged = True  # type: ignore[attr-defined]
+        return [_text(OPEN), *body, _text(CLOSE)]
+
+
+def _text(text: str) -> nodes.Output:
+    return nodes.Output([nodes.TemplateData(text)])

@@ -1,8 +1,11 @@
 """The documents of a corpus, and their split into training and held-out text.
 
 A document's name is its path inside the given folder (for a given file: the file's name; for a line
-or row: the file's name and the number). It is held out if a hash of its name is low. So the split
-is the same on every machine, and adding documents moves no others between the splits.
+or row: the file's name and the number). Files that would share a name get longer ones: as many of
+the folders above them as tell them apart. A document is held out if a hash of its name is low. So
+the split is the same on every machine and for any order of the paths. Adding documents moves no
+others between the splits, unless an added file shares a name with theirs, or the corpus is so small
+that a split would be empty (see `heldout_below`).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import hashlib
 import os
 import platform
 import sysconfig
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +131,8 @@ def find_sources(
     if text_field != TEXT_FIELD and found and not fields:
         raise UserError(
             f"text_field={text_field!r} is of no use, since no file of {_named(paths)} is a .jsonl "
-            f"or .parquet file; leave it out, or rename files of JSON lines to .jsonl"
+            f"or .parquet file; leave it out, rename files of JSON lines to .jsonl, or write the "
+            f"rows of a table to one"
         )
     description["heldout_fraction"] = heldout_fraction
     return found, description
@@ -161,7 +166,8 @@ def heldout_below(fraction: float, names: Names | None = None) -> int:
     """The hash threshold below which documents are held out: about `fraction` of all.
 
     names: the documents' names, if known. Then each split has at least one of 2 or more
-    documents. A fraction of 0 holds none out.
+    documents: where the fraction alone would hold none out, it is the one with the lowest hash, so
+    that an added document may take its place. A fraction of 0 holds none out.
     """
     below = int(fraction * HASH_RANGE)
     if names is None or fraction == 0:
@@ -181,22 +187,15 @@ def name_hash(name: str) -> int:
 def _find(paths: Iterable[str | Path], recorded: Mapping[str, str] | None) -> list[Source | Stream]:
     """The files and streams that `paths` name, each once, with unique names."""
     found: list[Source | Stream] = []
-    names: set[str] = set()
-    seen: set[Path] = set()
-
-    def free(wanted: str) -> str:
-        name, copy = wanted, 1
-        while name in names:
-            copy += 1
-            name = f"{wanted}#{copy}"
-        names.add(name)
-        return name
+    choices: list[list[str]] = []  # the names that each may have
+    seen: set[str] = set()
 
     for given in paths:
         if isinstance(given, str) and given.startswith(SCHEME):
             stream = parse_stream(given, recorded)
             if stream.rows not in [each.rows for each in found if isinstance(each, Stream)]:
-                found.append(stream._replace(name=free(stream.name)))
+                found.append(stream)
+                choices.append(stream.names)
             continue
         path = Path(given)
         if os.path.isdir(path):
@@ -212,13 +211,32 @@ def _find(paths: Iterable[str | Path], recorded: Mapping[str, str] | None) -> li
                 f"data path {str(path)!r} does not exist or cannot be reached; give a file or a "
                 f"folder"
             )
+        above = (path if os.path.isdir(path) else path.parent).absolute().parts
         for relative, file in sorted(files):
-            resolved = file.resolve()
-            if resolved in seen:  # a file that occurred twice could be in both splits
+            real = os.path.realpath(file)  # Path.resolve raises for cyclic links
+            if real in seen:  # a file that occurred twice could be in both splits
                 continue
-            seen.add(resolved)
-            found.append(Source(free(relative), file))
-    return found
+            seen.add(real)
+            found.append(Source(relative, file))
+            longer = ("/".join((*above[at:], relative)) for at in reversed(range(len(above))))
+            choices.append([relative, *longer])
+    return [each._replace(name=name) for each, name in zip(found, _unlike(choices), strict=True)]
+
+
+def _unlike(choices: Sequence[Sequence[str]]) -> list[str]:
+    """A name for each: the first of its choices, or, while another has the same one, the next.
+
+    The order decides nothing. The last choices must differ from each other.
+    """
+    taken = [0] * len(choices)
+    while True:
+        names = [each[at] for each, at in zip(choices, taken, strict=True)]
+        counts = Counter(names)
+        shared = [n for n, name in enumerate(names) if counts[name] > 1]
+        if not shared:
+            return names
+        for n in shared:
+            taken[n] = min(taken[n] + 1, len(choices[n]) - 1)
 
 
 def _walk(folder: Path, skipped: Collection[str] = ()) -> Iterator[Path]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 from ladder.data.conversations import conversation_text
 from ladder.data.formats import Document, Field, utf8_size
@@ -40,6 +40,12 @@ class Stream(NamedTuple):
     def rows(self) -> tuple[str, str, str, str]:
         """The values that determine the rows. Streams with equal ones are the same stream."""
         return self.dataset, self.config, self.split, self.revision
+
+    @property
+    def names(self) -> list[str]:
+        """The names that it may have, the shortest first; the longest differs where `rows` do."""
+        longer = f"{self.dataset}?{urlencode({'name': self.config, 'split': self.split})}"
+        return [self.dataset, longer, f"{longer}&{urlencode({'revision': self.revision})}"]
 
 
 def parse_stream(path: str, recorded: Mapping[str, str] | None = None) -> Stream:
@@ -112,7 +118,7 @@ class Reader:
             )
             columns = self.rows.column_names  # None: unknown until a row is read
             if columns is not None and field.name in columns:
-                self.rows = self.rows.select_columns([field.name])
+                self.rows = self.rows.select_columns(field.columns(columns))
             if state is not None:
                 self.rows.load_state_dict(dict(state))
         except Exception as error:  # the library raises nothing narrower
@@ -144,7 +150,7 @@ class Reader:
             self._check(row)
             text = row[self.field.name]
             if self.field.conversations:
-                text = conversation_text(text)
+                text = conversation_text(row, self.field.name)
             if not isinstance(text, str):
                 raise UserError(
                     f"{where}: column {self.field.name!r} is {kind_of(text)}, not a "

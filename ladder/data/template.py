@@ -7,6 +7,7 @@ gives the date: a conversation gives the same text on any day.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateSyntaxError, UndefinedError
 from tokenizers import Tokenizer
 
-from ladder.data.sandbox import LONGEST, MEMORY, LimitError, Sandbox
+from ladder.data.conversations import REASONING
+from ladder.data.sandbox import CLOSE, LONGEST, MEMORY, OPEN, LimitError, Sandbox
 from ladder.data.tokenizer import (
     TEMPLATE,
     TOKENIZER_CONFIG,
@@ -75,14 +77,24 @@ class ChatTemplate:
                 f"--chat-template"
             ) from error
 
-    def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], prompt: bool = False, tools: list[Any] | None = None
+    ) -> str:
         """The text of a conversation; prompt: with the beginning of the assistant's next turn.
 
-        Raises LeftOut if the template refuses the conversation, and UserError if the template
-        fails or exceeds the limits of ladder.data.sandbox.
+        tools: descriptions of the tools that the assistant may call. Raises LeftOut if the template
+        refuses the conversation, and UserError if the template fails or exceeds the limits of
+        ladder.data.sandbox.
         """
+        return self._unmarked(self._marked(messages, prompt, tools))
+
+    def _unmarked(self, text: str) -> str:
+        return text.replace(OPEN, "").replace(CLOSE, "") if self._sandbox.tagged else text
+
+    def _marked(self, messages: Sequence[Message], prompt: bool, tools: list[Any] | None) -> str:
+        """The text with the marks of {% generation %} tags, if the template has any."""
         try:
-            return self._sandbox.run(lambda: self._render(messages, prompt))
+            return self._sandbox.run(lambda: self._render(messages, prompt, tools))
         except LeftOut:
             raise
         except Exception as error:  # a template is a program and may raise anything
@@ -95,10 +107,10 @@ class ChatTemplate:
                 f"another with --chat-template"
             ) from error
 
-    def _render(self, messages: Sequence[Message], prompt: bool) -> str:
+    def _render(self, messages: Sequence[Message], prompt: bool, tools: list[Any] | None) -> str:
         size, found = 0, []
         for text in self._template.generate(
-            messages=messages, tools=None, documents=None, add_generation_prompt=prompt,
+            messages=messages, tools=tools, documents=None, add_generation_prompt=prompt,
             **self.names,
         ):  # fmt: skip
             size += len(text)
@@ -118,46 +130,74 @@ class ChatTemplate:
         # If the mark has lost its trailing space, the template strips messages.
         return before if after.startswith(" ") else before.rstrip()
 
-    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Piece]:
         """The text of a conversation, cut where answers begin and end.
 
-        An answer begins where the prompt for it ends, so it is exactly the text that the model has
-        to write. Raises LeftOut if there is no answer, if it cannot be located in the text, or if
-        the template fails at the conversation; UserError if it exceeds its limits.
+        Answers are what the template writes inside of {% generation %} tags. If it has none, an
+        answer begins where the prompt for it ends, so it is exactly the text that the model has to
+        write. Raises LeftOut if there is no answer, if it cannot be located in the text, if
+        reasoning or tools are not in the text, or if the template fails at the conversation;
+        UserError if it exceeds its limits.
         """
         try:
-            whole = self.render(messages)
-            return self._cut(messages, whole)
+            marked = self._marked(messages, False, tools)
+            whole = self._unmarked(marked)
+            thoughts = (message.get(key, "") for message in messages for key in REASONING)
+            if not all(thought.strip() in whole for thought in thoughts):
+                raise LeftOut("with reasoning that the template does not write")
+            if tools and whole == self.render(messages):
+                raise LeftOut("with tools that the template does not write")
+            if self._sandbox.tagged:
+                found = self._cut_by_tags(messages, marked)
+            else:
+                found = self._cut(messages, whole, tools)
         except RenderError as error:
             cause = error.__cause__
             raise LeftOut(
                 f"that the template cannot render ({type(cause).__name__}: {cause})"
             ) from error
+        if not any(piece.answer and piece.text for piece in found):
+            if any(piece.text for piece in found[1::2]):
+                raise LeftOut("whose answers all have weight 0")
+            answered = any(message["role"] == "assistant" for message in messages)
+            raise LeftOut(
+                "whose answers the template does not write" if answered else "without an answer"
+            )
+        return [piece for piece in found if piece.text]
 
-    def _cut(self, messages: Sequence[Message], whole: str) -> list[Piece]:
+    def _cut_by_tags(self, messages: Sequence[Message], marked: str) -> list[Piece]:
+        """What lies outside and inside of the tags, by turns."""
+        parts = re.split(f"([{OPEN}{CLOSE}])", marked)
+        texts, marks = parts[::2], "".join(parts[1::2])
+        if marks != (OPEN + CLOSE) * (len(texts) // 2):
+            raise LeftOut("whose {% generation %} tags do not open and close by turns")
+        learnt = [each.get("weight") != 0 for each in messages if each["role"] == "assistant"]
+        if all(learnt):  # a template may write several tags for one answer
+            learnt = [True] * (len(texts) // 2)
+        if len(learnt) != len(texts) // 2:
+            raise LeftOut("with answers of weight 0 that {% generation %} tags do not tell apart")
+        return [Piece(text, n % 2 == 1 and learnt[n // 2]) for n, text in enumerate(texts)]
+
+    def _cut(self, messages: Sequence[Message], whole: str, tools: list[Any] | None) -> list[Piece]:
+        """The text before each answer and the answer, by turns; then the rest."""
         found: list[Piece] = []
         done = 0
         for n, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._prompt(messages[:n])
-            after = whole if n + 1 == len(messages) else self.render(messages[: n + 1])
+            before = self._prompt(messages[:n], tools)
+            last = n + 1 == len(messages)
+            after = whole if last else self.render(messages[: n + 1], tools=tools)
             if not (whole.startswith(after) and after.startswith(before) and done <= len(before)):
                 raise LeftOut("with turns that the template writes otherwise once others follow")
             learnt = message.get("weight") != 0
             found += [Piece(whole[done : len(before)], False), Piece(after[len(before) :], learnt)]
             done = len(after)
-        if not any(piece.answer and piece.text for piece in found):
-            if any(piece.text for piece in found[1::2]):
-                raise LeftOut("whose answers all have weight 0")
-            raise LeftOut(
-                "without an answer" if not found else "whose answers the template does not write"
-            )
-        return [piece for piece in (*found, Piece(whole[done:], False)) if piece.text]
+        return [*found, Piece(whole[done:], False)]
 
-    def _prompt(self, messages: Sequence[Message]) -> str:
+    def _prompt(self, messages: Sequence[Message], tools: list[Any] | None) -> str:
         try:
-            return self.render(messages, prompt=True)
+            return self.render(messages, prompt=True, tools=tools)
         except RenderError as error:
             if messages:
                 raise

@@ -25,6 +25,7 @@ from ladder.progress import Progress
 
 NOTHING = {  # the state before any work is done
     "cursor": Cursor(), "read": 0, "names": Names(), "left_out": {}, "first_left_out": {},
+    "answer_ends": [],
 }  # fmt: skip
 ENOUGH = 1000  # conversations read before the share left out is checked
 
@@ -85,6 +86,7 @@ class Tokenisation:
                     names=Names(*work.state["names"]).merge(encoded.names()),
                     left_out=dict(encoded.left_out + Counter(work.state["left_out"])),
                     first_left_out={**encoded.first, **work.state["first_left_out"]},
+                    answer_ends=[*{*work.state["answer_ends"], *encoded.answer_ends}],
                 )
                 yield
                 _check_tokens(work, isinstance(self.encode, EncodeText))

@@ -6,10 +6,20 @@ unit has the cursor of the next one, which suffices to resume.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ladder.data.formats import Document, Field, FilePart, Source, cut, read_documents
+from ladder.data.formats import (
+    Document,
+    Field,
+    FilePart,
+    Source,
+    compressed,
+    cut,
+    form,
+    read_documents,
+    read_lines,
+)
 from ladder.data.streams import Reader, Stream
 
 UNIT = 2**23  # bytes of text: seconds of work, which a process loses when it is interrupted
@@ -19,7 +29,8 @@ class Cursor(NamedTuple):
     """A position in a corpus, which can be stored as JSON.
 
     source: the number of the file or stream. at: the position in it, as in `FilePart.start` or
-    `Reader.state`; None is the beginning. number: the lines or rows before that position.
+    `Reader.state`; None is the beginning, or, of compressed lines, not known. number: the lines or
+    rows before that position.
     """
 
     source: int = 0
@@ -28,7 +39,7 @@ class Cursor(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Parts of files, or documents of a stream.
+    """Parts of files, or documents of a stream or of compressed lines, which cannot be cut.
 
     size: approximate bytes of input. after: where the next unit begins.
     """
@@ -51,11 +62,11 @@ def units(sources: Sequence[Source | Stream], field: Field, cursor: Cursor) -> I
     for index in range(cursor.source, len(sources)):
         source = sources[index]
         here = cursor if index == cursor.source else Cursor(index)
-        if isinstance(source, Stream):
+        if isinstance(source, Stream) or (compressed(source.path) and form(source.path)):
             if parts:
                 yield Unit(tuple(parts), (), size, here)
                 parts, size = [], 0
-            yield from _of_stream(source, field, here)
+            yield from _of_documents(source, field, here)
             continue
         number: int | None = here.number
         while number is not None:
@@ -71,15 +82,20 @@ def units(sources: Sequence[Source | Stream], field: Field, cursor: Cursor) -> I
         yield Unit(tuple(parts), (), size, Cursor(len(sources)))
 
 
-def _of_stream(stream: Stream, field: Field, here: Cursor) -> Iterator[Unit]:
-    reader = Reader(stream, field, here.at, here.number)
+def _of_documents(source: Source | Stream, field: Field, here: Cursor) -> Iterator[Unit]:
+    found: Iterable[tuple[int, Document]]
+    state: Callable[[], Any]
+    if isinstance(source, Stream):
+        reader = Reader(source, field, here.at, here.number)
+        found, state = ((reader.number, document) for document in reader), reader.state
+    else:
+        found, state = read_lines(FilePart(source, number=here.number), field), lambda: None
     documents: list[Document] = []
     size = 0
-    for document in reader:
+    for number, document in found:
         documents.append(document)
         size += document.bytes
         if size >= UNIT:
-            after = Cursor(here.source, reader.state(), reader.number)
-            yield Unit((), tuple(documents), size, after)
+            yield Unit((), tuple(documents), size, Cursor(here.source, state(), number))
             documents, size = [], 0
     yield Unit((), tuple(documents), size, Cursor(here.source + 1))

@@ -8,6 +8,7 @@ and writes report.json and report.html.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -22,9 +23,10 @@ from ladder.data.prepare import prepare
 from ladder.data.prepared import heldout_windows, open_data
 from ladder.data.sources import open_corpus
 from ladder.data.tokenizer import load_tokenizer, train_tokenizer
-from ladder.files import make_folder, write_text
+from ladder.files import beside, make_folder, write_text
 from ladder.infer.engine import generate
 from ladder.infer.sampling import Sampling
+from ladder.lock import hold
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
@@ -52,8 +54,14 @@ SMOOTH = 5  # recorded steps that a point of the loss curves averages
 
 
 def main(out: Path) -> int:
-    started = time.perf_counter()
     figures.require_matplotlib()  # before minutes of training
+    # Another demo would remove what this one writes.
+    with hold(beside(Path(os.path.realpath(out))), f"--out={out}"):
+        return _run(out)
+
+
+def _run(out: Path) -> int:
+    started = time.perf_counter()
     _clear(out)
     _say("1/4", "tokenizer and data: this Python's standard library")
     corpus = open_corpus()

@@ -51,6 +51,7 @@ def examine() -> list[DoctorCheck]:
             run_check(each.name, partial(installation.probe_package, each))
             for each in installation.OPTIONAL
         ),
+        run_check("launch", machine.probe_launch, core=True),
         *machine.environment_checks(os.environ),
     ]
 

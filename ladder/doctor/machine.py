@@ -22,13 +22,16 @@ from ladder.doctor.check import (
     run_process,
 )
 from ladder.doctor.installation import probe_model
+from ladder.models.errors import UserError
+from ladder.parallel.environment import check_environment, whole_number
 
+THREADS = "OMP_NUM_THREADS"
 ENVIRONMENT = {
     "NCCL_P2P_DISABLE": "1 keeps NCCL off NVLink and PCIe peer access: slower all-reduces",
     "NCCL_NVLS_ENABLE": "0 keeps NCCL off NVLink multicast",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1 keeps symmetric memory off NVLink multicast",
     "CUDA_VISIBLE_DEVICES": "the GPUs that torch sees, and their order",
-    "OMP_NUM_THREADS": "CPU threads of each process; torchrun sets 1",
+    THREADS: "CPU threads of each process; torchrun sets 1",
     "RANK": "the rank of this process, set by torchrun; commands wait for the other ranks",
     "WORLD_SIZE": "the number of ranks, set by torchrun; commands wait for all of them",
 }
@@ -273,13 +276,27 @@ def probe_decode_kernels() -> str:
     )
 
 
+def probe_launch() -> str:
+    """Which rank the environment makes of a command. Raises Failed if commands refuse it."""
+    try:
+        check_environment()
+    except UserError as error:
+        raise Failed(str(error)) from error
+    world = whole_number("WORLD_SIZE", 1)
+    return "one process" if world == 1 else f"rank {whole_number('RANK', 0)} of {world}"
+
+
 def environment_checks(values: Mapping[str, str]) -> list[DoctorCheck]:
     """A check of each variable in ENVIRONMENT that is set, or one check that none is."""
-    found = [
-        DoctorCheck(name, "ok", one_line(f"{values[name]!r}: {meaning}"))
-        for name, meaning in ENVIRONMENT.items()
-        if name in values
-    ]
+    found = []
+    for name, meaning in ENVIRONMENT.items():
+        if name not in values:
+            continue
+        status = "ok"
+        # OpenMP takes a number for each level of nesting.
+        if name == THREADS and not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", values[name].strip()):
+            status, meaning = "failed", "no number of CPU threads; give 1 or more, or unset it"
+        found.append(DoctorCheck(name, status, one_line(f"{values[name]!r}: {meaning}")))
     return found or [
         DoctorCheck("environment", "ok", "no variable is set that changes what ladder does")
     ]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.distributed.tensor_parallel import ParallelInterface, TensorParallelLayer
@@ -18,7 +19,7 @@ from ladder.hf.bundle import AUTO_MAP, write_code
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import shard_model
-from ladder.reader import read_json
+from ladder.reader import HEAD, read_json
 
 
 class LadderForCausalLM(modeling.LadderForCausalLM):
@@ -41,6 +42,11 @@ class LadderForCausalLM(modeling.LadderForCausalLM):
                 "save_pretrained would write only this rank's shards: the model was sharded by "
                 "ladder.parallel.sharding.shard_model; pass it dtensors=True, or use parallelize"
             )
+        # A head listed beside the embedding that it was tied to: an adapter has trained one.
+        head = dict(self.named_parameters()).get(HEAD)
+        if self.transformer.config.tie_embeddings and head is not None and not head.is_meta:
+            self.transformer.untie()
+            self.config.model = self.transformer.config.to_dict()
         self.config.auto_map = dict(AUTO_MAP)
         if self.should_save_on_this_rank(is_main_process):
             write_code(Path(save_directory))
@@ -49,17 +55,17 @@ class LadderForCausalLM(modeling.LadderForCausalLM):
         super().save_pretrained(save_directory, is_main_process=is_main_process, **options)
 
 
-def export(source: str | Path, out: str | Path) -> None:
+def export(source: str | Path, out: str | Path, dtype: str | torch.dtype | None = None) -> None:
     """Write a folder that transformers loads without ladder.
 
     source: a run's folder, a checkpoint (whose shards transformers cannot read), or a Hugging Face
-    folder. One tensor at a time is in memory. Raises UserError if `source` cannot be read, and if
-    `out` exists.
+    folder. dtype: the type of the weights, as `ladder convert --dtype`; None: as in `source`. One
+    tensor at a time is in memory. Raises UserError if `source` cannot be read, and if `out` exists.
     """
     folder = newest(Path(source))
     refuse_inside(Path(out), [source], "out")
     read_config(folder).refuse_no_comm()
-    convert(folder, Path(out), finish=_add_code)
+    convert(folder, Path(out), finish=_add_code, dtype=dtype)
 
 
 def _add_code(folder: Path) -> None:

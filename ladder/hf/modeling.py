@@ -67,6 +67,23 @@ class LadderConfig(PreTrainedConfig):
         assert self.model is not None
         return ModelConfig.from_dict(self.model)
 
+    @property
+    def tie_word_embeddings(self) -> bool:
+        return self.resolved.tie_embeddings
+
+    @tie_word_embeddings.setter
+    def tie_word_embeddings(self, value: bool) -> None:  # PEFT, which merges into two weights
+        self.model = {**self.resolved.to_dict(), "tie_embeddings": value}
+
+    def to_dict(self) -> dict[str, Any]:
+        # PEFT reads it here, and then ties the adapters of trained tokens.
+        return {**super().to_dict(), "tie_word_embeddings": self.tie_word_embeddings}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """The keys of config.json, where `model` says it."""
+        found = super().to_diff_dict()
+        return {key: value for key, value in found.items() if key != "tie_word_embeddings"}
+
     @classmethod
     def get_config_dict(cls, path: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """transformers' method, which also translates config.json files of other architectures."""
@@ -106,7 +123,6 @@ for _theirs, _ours in {
     "num_key_value_heads": "num_kv_heads",
     "head_dim": "head_dim",
     "max_position_embeddings": "max_seq_len",
-    "tie_word_embeddings": "tie_embeddings",
 }.items():  # names that transformers reads from any config
     setattr(LadderConfig, _theirs, _field(_ours))
 
@@ -114,7 +130,7 @@ for _theirs, _ours in {
 def rewired(model: Any, plan: Any, tp_degree: int | None) -> dict[str, Any]:
     """The fields `model` of a config with another plan that has the same tensors."""
     old = ModelConfig.from_dict(model)
-    new = ModelConfig.from_dict({**old.to_dict(), "plan": plan, "tp_degree": tp_degree})
+    new = replace(old, plan=plan, tp_degree=tp_degree)
     new.refuse_no_comm()
     if tensor_shapes(old) != tensor_shapes(new):
         raise UserError(
@@ -136,8 +152,6 @@ class LadderModel(nn.Module):
         self.gradient_checkpointing = False
         for name, part in transformer.model.named_children():
             self.add_module(name, part)
-        # nn.Embedding's attribute, for trainers that compare it with the tokenizer's size.
-        self.embed_tokens.num_embeddings = transformer.config.vocab_size
         self.__dict__["transformer"] = transformer  # past nn.Module, which would register it
         transformer.model = self
 
@@ -191,7 +205,8 @@ class LadderModel(nn.Module):
             past = past_key_values.get_seq_length()
             keys, _ = past_key_values.get_mask_sizes(size, 0)
         longest = transformer.config.max_seq_len
-        if past + size > longest:  # generate() would only warn, and then generate noise
+        # generate() would only warn, and then generate noise. Documents are bounded one by one.
+        if documents is None and past + size > longest:
             raise UserError(
                 f"{int(past)} tokens in the cache and {size} more exceed the model's "
                 f"max_seq_len={longest}; shorten the prompt, or lower max_new_tokens"

@@ -99,7 +99,7 @@ def blocks(
     few, short = outputs < FEW, gated or size <= 1024
     many = outputs >= MANY and not gated
     if pieces:
-        return _tiles_of_pieces(max(8, power_of_2(rows)), outputs, gated)
+        return _tiles_of_pieces(max(8, power_of_2(rows)), outputs, size, gated, beside)
     narrow = eight_bits and itemsize == 2  # tiles of float32 in parts spill registers
     if _by_vectors(rows, few, gated, short, narrow):
         plain = itemsize == 2 and not eight_bits
@@ -189,9 +189,9 @@ def _tiles_of_halves(padded: int, outputs: int, size: int) -> Cut:
     return Cut(padded, 32, 256, 4, 4 if size <= 2048 else 6)
 
 
-def _tiles_of_pieces(padded: int, outputs: int, gated: bool) -> Cut:
+def _tiles_of_pieces(padded: int, outputs: int, size: int, gated: bool, beside: bool) -> Cut:
     """Tensor cores multiply at least 64 rows of the weight; tiles of fewer rows fill these by
-    parts. Chosen by steps of 8 layers on an H100."""
+    parts. Chosen by steps of 8 layers on an H100; those beside other kernels on an H200."""
     if gated and padded == 64:
         return Cut(padded, 32, 128, 4, 8)
     if gated:  # two programs on an SM, or more stages
@@ -200,6 +200,8 @@ def _tiles_of_pieces(padded: int, outputs: int, gated: bool) -> Cut:
         return Cut(padded, 64, 256, 4, 4)
     if outputs >= FEW:
         return Cut(padded, 64, 256, 4, 6)
+    if beside and padded <= 16 and size % 512 == 0:  # a ladder's steps of 4 to 16: 2 to 4 % less
+        return Cut(padded, 32, 512, 4, 6, 2)
     return Cut(padded, 32, 512, 4, 4, 2) if padded == 16 else Cut(padded, 32, 256, 4, 8, 2)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ladder.models.errors import UserError, check_keys, unknown
 from ladder.models.plan import Plan, number
-from ladder.models.presets import MOST_LAYERS, MOST_RANKS, depends_on_tp, resolve_plan
+from ladder.models.presets import MOST_LAYERS, MOST_RANKS, depends_on_tp, resolve_plan, with_degree
 
 # Limits of a shape, far above any real model: a mistyped number would take all memory or endless
 # time. Tokens and positions pass through float32, which is exact up to 2**24.
@@ -233,10 +233,18 @@ class ModelConfig:
         missing = [name for name in names[:6] if name not in data]
         if missing:
             raise UserError(f"{where} lacks {', '.join(missing)}")
+        plan = with_degree(data.get("plan"), data["num_layers"], data.get("tp_degree"))
         try:
-            return cls(**data)
+            return cls(**{**data, "plan": plan} if "plan" in data else data)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
+
+    def same(self, other: ModelConfig) -> bool:
+        """Whether the other config is of the same model, whatever its plan is called."""
+        names = [item.name for item in fields(self) if item.name != "plan"]
+        pairs = [(getattr(self, name), getattr(other, name)) for name in names]
+        pairs.append((self.plan.sublayers, other.plan.sublayers))
+        return all(mine == theirs for mine, theirs in pairs)
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved config as plain data, from which `from_dict` makes an equal config."""

@@ -178,18 +178,21 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, weight.shape[-1:], None, self.eps) * weight
 
 
-class Embedding(nn.Module):
+class Embedding(nn.Embedding):
     """Token embedding, split by vocabulary over the processes: tokens [B, S] -> partial [B, S, D].
 
     A token of another process gives zeros; the sum over the processes is the embedding. A token
-    outside the vocabulary gives NaN; torch's own lookup would make the GPU unusable.
+    outside the vocabulary gives NaN; torch's own lookup would make the GPU unusable. It is an
+    nn.Embedding so that adapters find it.
     """
 
     def __init__(self, vocab_size: int, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, size))
+        super().__init__(vocab_size, size)
         self.vocab_size = vocab_size
         self.ranks = Ranks()
+
+    def reset_parameters(self) -> None:
+        """Do nothing, as a ParallelLinear."""
 
     def parameter_specs(self) -> dict[str, ParameterSpec]:
         return {"weight": ParameterSpec(Initialisation.EMBEDDING, decay=True, split=0)}

@@ -19,7 +19,7 @@ Algorithm 1 for `ladder`, section 5 for `desync-nx`; Delayed Tensor Parallelism 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -116,12 +116,14 @@ class Landing:
 class Plan:
     """A validated list of sublayer records, and all that follows from it.
 
-    `name` is for people; nothing decides by it. Reads are numbered 0 .. N: read n is sublayer n's,
-    read N the final norm's.
+    `name` is for people; nothing decides by it. tp_degree: the T for which the records were
+    resolved, if they hold its square root; None: they say what they say for any T. Reads are
+    numbered 0 .. N: read n is sublayer n's, read N the final norm's.
     """
 
     sublayers: tuple[SublayerRecord, ...]
     name: str = "custom"
+    tp_degree: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.sublayers:
@@ -409,8 +411,9 @@ class Plan:
         records = tuple(
             replace(record, reduce="none", peer_lag=record.own_lag) for record in self.sublayers
         )
-        return Plan(records, f"{self.name} no_comm")
+        return Plan(records, f"{self.name} no_comm", self.tp_degree)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as saved with a model: the name and every record, resolved."""
-        return {"name": self.name, "sublayers": [asdict(record) for record in self.sublayers]}
+        """Plain data, as saved with a model: the name, the records' T, and every record."""
+        records = [asdict(record) for record in self.sublayers]
+        return {"name": self.name, "tp_degree": self.tp_degree, "sublayers": records}

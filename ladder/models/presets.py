@@ -8,7 +8,8 @@ A specification is one of
   `[{layers: 0-7, preset: desync-2x}, {layers: 8-15, attention: {own_lag: 2, peer_lag: 2}}]`;
 - a list of all records, as `Plan.to_dict` writes it: `[{kind: attention, ...}, ...]`, or as
   SublayerRecords;
-- a mapping {name: ..., layers: LIST} or {name: ..., sublayers: LIST} of one of these lists.
+- a mapping {name: ..., layers: LIST} or {name: ..., sublayers: LIST} of one of these lists, and
+  with tp_degree the only T that it is for.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) 
     """Resolve `spec` for a model of `num_layers` layers.
 
     tp_degree: T, if it is part of the model (`dtp-D` scales by its square root).
-    Raises UserError for an invalid plan, and for one of another number of layers.
+    Raises UserError for an invalid plan, and for one of another number of layers or another T.
     """
     if not 1 <= num_layers <= MOST_LAYERS:
         raise UserError(f"num_layers={num_layers} must be from 1 to {MOST_LAYERS:,}")
@@ -60,11 +61,13 @@ def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) 
     if isinstance(spec, Plan):
         plan = spec
     elif isinstance(spec, str):
-        plan = Plan(tuple(_from_string(spec, num_layers, tp_degree)), spec)
+        records = tuple(_from_string(spec, num_layers, tp_degree))
+        plan = Plan(records, spec, tp_degree if _scaled(spec) else None)
     elif isinstance(spec, Mapping):
         plan = _from_mapping(spec, num_layers, tp_degree)
     elif isinstance(spec, Sequence):
-        plan = Plan(tuple(_from_list(spec, num_layers, tp_degree)))
+        records = tuple(_from_list(spec, num_layers, tp_degree))
+        plan = Plan(records, tp_degree=tp_degree if _scaled(spec) else None)
     else:
         raise UserError(f"plan={spec!r} is neither a preset's name nor a list of records")
     if plan.num_layers != num_layers:
@@ -72,43 +75,57 @@ def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) 
             f"plan {plan.name!r} has {plan.num_layers} layer{'s' * (plan.num_layers != 1)} and the "
             f"model {num_layers}; give every layer a record, or choose a model of as many layers"
         )
-    _refuse_other_scales(plan, tp_degree)
+    if None not in (plan.tp_degree, tp_degree) and plan.tp_degree != tp_degree:
+        # Not resolved again silently: the records may come with a model's weights.
+        raise UserError(
+            f"plan {plan.name!r} with tp_degree={tp_degree} holds records of another T, "
+            f"tp_degree={plan.tp_degree}; give its preset's name, to resolve it again, or set "
+            f"tp_degree={plan.tp_degree}"
+        )
     return plan
 
 
-def _refuse_other_scales(plan: Plan, tp_degree: int | None) -> None:
-    """Raise UserError if records of a preset were resolved for another T than `tp_degree`.
+def _scaled(spec: Any) -> bool:
+    """Whether a specification has presets whose records hold the square root of T."""
+    if isinstance(spec, str):
+        return "dtp-" in spec or "accumulate-" in spec
+    presets = [each["preset"] for each in spec if isinstance(each, Mapping) and "preset" in each]
+    return any(_scaled(str(each)) for each in presets)
 
-    They are not resolved again silently, since they may come with a model's weights.
+
+def with_degree(spec: Any, num_layers: Any, tp_degree: Any) -> Any:
+    """The plan of a saved config, with the T of its records.
+
+    Configs of earlier versions lack it. There the name tells a preset's records from others.
     """
-    if tp_degree is None or not any(name in plan.name for name in ("dtp-", "accumulate-")):
-        return
+    old = isinstance(spec, Mapping) and "sublayers" in spec and "tp_degree" not in spec
+    if not old or tp_degree is None or not _scaled(name := str(spec.get("name"))):
+        return spec
     try:
-        wanted = _from_string(plan.name, plan.num_layers, tp_degree)
-    except UserError:
-        return  # a name of the user's own
-    pairs = list(zip(plan.sublayers, wanted, strict=False))
-    if any(replace(old, own_scale=new.own_scale) != new for old, new in pairs):
-        return  # a custom plan of that name
-    for old, new in pairs:
-        # A tolerance, for scales written by hand.
-        if not math.isclose(old.own_scale, new.own_scale, rel_tol=1e-3):
-            raise UserError(
-                f"plan {plan.name!r} with tp_degree={tp_degree} holds records of another T: "
-                f"own_scale={old.own_scale:.4g} where sqrt({tp_degree}) is wanted; give the plan "
-                f"by its name, {plan.name}, to resolve it again, or set tp_degree="
-                f"{round(old.own_scale**2)}"
-            )
+        wanted, found = (resolve_plan(each, num_layers, tp_degree) for each in (name, spec))
+        pairs = list(zip(found.sublayers, wanted.sublayers, strict=True))
+    except (TypeError, ValueError):  # a name of the user's own; what is wrong is refused later
+        return spec
+    if any(replace(saved, own_scale=new.own_scale) != new for saved, new in pairs):
+        return spec  # a custom plan of that name
+    scale = max(saved.own_scale for saved in found.sublayers)
+    return {**spec, "tp_degree": round(scale**2)}
 
 
 def _from_mapping(spec: Mapping[str, Any], num_layers: int, tp_degree: int | None) -> Plan:
     name = str(spec.get("name", "custom"))
     where = f"plan {name!r}"
-    check_keys(where, spec, ("name", "layers", "sublayers"))
+    check_keys(where, spec, ("name", "layers", "sublayers", "tp_degree"))
     lists = [spec[key] for key in ("layers", "sublayers") if key in spec]
     if len(lists) != 1:
         raise UserError(f"{where} needs one of the keys layers and sublayers, and not both")
-    return Plan(tuple(_from_list(lists[0], num_layers, tp_degree, where)), name)
+    own = spec.get("tp_degree")
+    if own is not None and (type(own) is not int or not 1 <= own <= MOST_RANKS):
+        raise UserError(
+            f"tp_degree={own!r} of {where} must be a whole number from 1 to {MOST_RANKS:,}"
+        )
+    records = tuple(_from_list(lists[0], num_layers, tp_degree, where))
+    return Plan(records, name, tp_degree if own is None and _scaled(lists[0]) else own)
 
 
 def _from_string(spec: str, num_layers: int, tp_degree: int | None) -> list[SublayerRecord]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -116,9 +116,15 @@ class Transformer(nn.Module):
         self.shapes.update(shapes)
         self.specs = collect_specs(self)
 
+    def untie(self) -> None:
+        """Have the config say that the head has a weight of its own, as it now does."""
+        self.config = replace(self.config, tie_embeddings=False)
+        self.declare({"lm_head.weight": self.lm_head.weight.shape})
+
     def cut_parameters(self) -> list[str]:
         """The names of the parameters that are shards here: plain tensors, not DTensors."""
-        return [n for n, each in self.named_parameters() if each.shape != self.shapes[n]]
+        held = self.named_parameters()  # also an adapter's, which are whole
+        return [n for n, each in held if each.shape != self.shapes.get(n, each.shape)]
 
     @property
     def slots(self) -> Iterator[Sublayer]:
@@ -127,9 +133,10 @@ class Transformer(nn.Module):
 
     @property
     def adapted(self) -> bool:
-        """Whether a layer has parameters of an adapter, which it was not built with."""
-        held = self.model.layers.named_parameters(prefix="model.layers")
-        return any(name not in self.specs for name, _ in held)
+        """Whether a layer or the embedding has parameters of an adapter."""
+        names = (n for n, _ in self.model.named_parameters(prefix="model"))
+        parts = ("model.layers.", "model.embed_tokens.")
+        return any(n.startswith(parts) and n not in self.specs for n in names)
 
     @property
     def reducer(self) -> Reducer:
@@ -275,9 +282,13 @@ class Transformer(nn.Module):
         assert mask is None or cache is not None, "a mask needs a cache"
         assert documents is None or cache is None, "a cache holds one document of each sequence"
         assert documents is None or documents.dim() == 1, "documents are the starts of each"
-        if tokens.shape[1] > self.config.max_seq_len:
+        size, what = tokens.shape[1], "sequence"
+        if size > self.config.max_seq_len and documents is not None:
+            # Only of such rows: a GPU must be waited for.
+            size, what = int(documents.diff().max()), "document"
+        if size > self.config.max_seq_len:
             raise UserError(
-                f"a sequence of {tokens.shape[1]} tokens is longer than the model's "
+                f"a {what} of {size} tokens is longer than the model's "
                 f"max_seq_len={self.config.max_seq_len}; shorten it"
             )
         self._check_ids("tokens", tokens, 0)

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import (
     GENERATION,
+    generation_settings,
     huggingface_config,
     read_json,
     write_checksums,
@@ -74,9 +75,11 @@ class Checkpointer:
         self.main = mesh is None or mesh.get_rank() == 0
         self.companions: dict[str, bytes] = {}  # read now: the folders may be deleted later
         for folder in (start, data.folder) if self.main else ():
-            for name in (FILE, TOKENIZER_CONFIG, TEMPLATE, GENERATION):
+            for name in (FILE, TOKENIZER_CONFIG, TEMPLATE):
                 if folder is not None and (folder / name).is_file():
                     self.companions[name] = (folder / name).read_bytes()
+        if self.main and start is not None and (start / GENERATION).is_file():
+            self.companions[GENERATION] = generation_settings(start / GENERATION, data.end_ids)
         self.huggingface = None
         if start is not None:
             self.huggingface = huggingface_config(read_json(start / "config.json"))

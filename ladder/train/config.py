@@ -109,7 +109,8 @@ class TrainConfig:
         token belongs to the document that it ends. The order of the data, the targets and the
         positions do not change. Conversations are always kept apart.
     lr: the peak, reached after warmup_steps; then a cosine to min_lr at the last step.
-    eval_windows: held-out windows per evaluation, also for the final one (0: all).
+    eval_windows: held-out windows per evaluation, evenly spread over all of them, also for the
+        final one (0: all).
     checkpoint_interval: 0 saves after the last step only. keep_checkpoints: the number of newest
         checkpoints to keep; 0: all.
     dtype: float32, or bfloat16 for activations and matrix products (parameters stay float32).
@@ -364,7 +365,7 @@ def as_started(old: Mapping[str, Any], new: TrainConfig, model: ModelConfig) -> 
     if not kept or new.plan is None:
         return new
     named = replace(model, plan=new.plan, tp_degree=new.tp_degree)
-    return replace(new, plan=None, tp_degree=None) if named == model else new
+    return replace(new, plan=None, tp_degree=None) if named.same(model) else new
 
 
 def refuse_changes(
@@ -379,12 +380,28 @@ def refuse_changes(
     for item in fields(TrainConfig):
         name = item.name
         before = old.get(name, item.default)
+        if name in ("plan", "convert_layers") and _unnamed(before) == _unnamed(current[name]):
+            continue  # the same plan, in a file of another name
         if name in (*FREE_ON_RESUME, *LENGTH) or (name in moved and before and current[name]):
             continue
         if name in DISTILLING and not (old.get("teacher") or new.teacher):
             continue  # ignored by the old run, and refused now
         if before != current[name]:
             raise differs(name, current[name], before, run)
+
+
+def _unnamed(value: Any) -> Any:
+    """A plan's specification, or a schedule of plans, without the names that files give plans."""
+    if isinstance(value, list):
+        return [
+            {**each, "plan": _unnamed(each["plan"])}
+            if isinstance(each, Mapping) and "plan" in each
+            else each
+            for each in value
+        ]
+    if not isinstance(value, Mapping):
+        return value
+    return {key: each for key, each in value.items() if key != "name"}
 
 
 def refuse_length(old: Mapping[str, Any], new: TrainConfig, epochs: float, run: Path) -> None:

@@ -34,7 +34,7 @@ def check_heldout(data: TokenData, seq_len: int, limit: int) -> None:
         int(lengths.sum()) for _, _, lengths in heldout_windows(data, seq_len, limit or None)
     ):
         raise UserError(
-            f"the first eval_windows={limit} held-out windows contain no text; raise eval_windows, "
+            f"the eval_windows={limit} held-out windows contain no text; raise eval_windows, "
             f"or prepare more documents"
         )
 
@@ -51,7 +51,7 @@ def bits_per_byte(
     plan: Plan | None = None,
     told: Iterator[bool] | None = None,
 ) -> Heldout | None:
-    """Evaluate on the first `limit` held-out windows of seq_len tokens (0: all of them).
+    """Evaluate on `limit` held-out windows of seq_len tokens, evenly spread (0: all of them).
 
     The batches are divided among the data-parallel ranks; every rank returns the same result.
     End-of-document tokens are predicted but stand for no bytes.

@@ -330,13 +330,15 @@ class Trainer:
             kept = f"The steps before it could not all be saved: {failed}"
         return UserError(
             f"step {step + 1}: loss={outcome.sums[0]}, gradient norm={outcome.norm}: not finite"
-            f"{where}. {kept}; {self._remedy()}"
+            f"{where}. {kept}; {self._remedy(step)}"
         )
 
-    def _remedy(self) -> str:
-        """What to do about a step that is not finite. A collective."""
+    def _remedy(self, before: int) -> str:
+        """What to do about a step that is not finite, after `before` others. A collective."""
         config = self.run.config
         asked = f"start another run with a lower lr={config.lr}"
+        if config.init and not before:
+            asked = f"init={config.init} may hold NaN, as `ladder convert` would say; or {asked}"
         if config.lr * config.weight_decay >= 1:  # each step subtracts that share of every weight
             asked += f" or weight_decay={config.weight_decay} (their product must be below 1)"
         elif config.dtype != "float32":

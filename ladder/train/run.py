@@ -187,7 +187,7 @@ def check_run(
     launch.agree({"start": _steps_of(record), "unevaluated": unevaluated})
     micro = _micro_batch(config, data_parallel(mesh)[0])
     check_heldout(data, config.seq_len, config.eval_windows)
-    heldout = len(data.windows("heldout", config.seq_len).first(config.eval_windows or None))
+    heldout = len(data.windows("heldout", config.seq_len).spread(config.eval_windows or None))
     for sequences in (micro, heldout % micro or micro):  # the last batch may be smaller
         config.check_rows(sequences)
     launch.on_first(lambda: check_packages(config.tensorboard, config.wandb))

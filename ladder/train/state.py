@@ -121,7 +121,7 @@ def restore(
     Raises UserError if it holds another model or plan, or if a file is damaged.
     """
     stored = read_config(folder)
-    if stored != config:
+    if not stored.same(config):
         now = config.to_dict()
         for key, before in stored.to_dict().items():
             if key != "plan" and now[key] != before:  # records of a plan depend on the layers, too

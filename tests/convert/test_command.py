@@ -121,6 +121,29 @@ def test_other_logits_than_transformers_are_noticed(
     assert not (tmp_path / "out").exists()
 
 
+def test_the_weights_are_cast_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every tensor, rounded once; the logits are compared of weights in that type."""
+    source = save(tmp_path / "hf")
+    words = ["convert", str(source), "--plan", "ladder", "--dtype", "bfloat16"]
+    assert main([*words, "--out", str(tmp_path / "ours")]) == 0
+    assert_compared("logits under plan standard with weights in bfloat16", capsys.readouterr().out)
+    cast = {name: value.bfloat16() for name, value in tensors(source).items()}
+    assert_same_bits(tensors(tmp_path / "ours"), cast)
+    convert(source, tmp_path / "wide", "standard")
+    words = ["convert", str(tmp_path / "wide"), "--to", "hf", "--dtype", "bfloat16"]
+    assert main([*words, "--out", str(tmp_path / "back")]) == 0
+    assert_compared("logits with weights in bfloat16", capsys.readouterr().out)
+    assert_same_bits(tensors(tmp_path / "back"), cast)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert written["dtype"] == "bfloat16"
+    refusal = ("--dtype=bfloat16", "--weights=fp8", "leave one")
+    assert_refused(capsys, source, refusal, "--dtype", "bfloat16", "--weights", "fp8")
+    with pytest.raises(UserError, match="unknown dtype 'int8'"):
+        convert(source, tmp_path / "out", dtype="int8")
+
+
 def test_norms_that_are_folded_are_not_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,15 @@ def test_there_and_back_is_the_same(
     )
 
 
+def test_settings_of_generation_get_the_end_tokens_that_they_lack(tmp_path: Path) -> None:
+    """Those of a run of an earlier version may name only its start's: transformers would go on."""
+    source = save(tmp_path / "hf")
+    edit(source / "generation_config.json", eos_token_id=5, top_p=0.9)
+    convert(source, tmp_path / "ours", "standard")
+    settings = json.loads((tmp_path / "ours" / "generation_config.json").read_text())
+    assert (settings["eos_token_id"], settings["top_p"]) == ([3, 5], 0.9)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_back_without_the_original_config(tmp_path: Path, family: str) -> None:
     """A trained checkpoint has none: transformers must read what is written from ours alone."""
@@ -297,6 +306,8 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
         (change_tensors(lambda t: t.update({NORM: torch.ones(5)})), (NORM, "[5]", "[32]")),
         (change_tensors(lambda t: t.update({NORM: torch.ones(32).char()})), (NORM, "I8")),
         (lambda folder: next(folder.glob("model-00002*")).unlink(), ("model-00002", "missing")),
+        (change_tensors(lambda t: t[NORM].fill_(torch.nan)), (NORM, "model-0000", "holds NaN")),
+        (change_tensors(lambda t: t[NORM][3:4].fill_(-torch.inf)), (NORM, "or infinity")),
         (change_config(num_hidden_layers=5), ("lacks the tensor", "layers.4.", "and 6 more")),
         (change_config(model_type="gpt2"), ("'gpt2'",)),
         (change_config(rope_parameters={"rope_type": "longrope"}), ("'longrope'",)),
@@ -318,6 +329,12 @@ def test_what_cannot_be_converted_is_named(
 ) -> None:
     damage(save(tmp_path / "hf"))
     assert_refused(capsys, tmp_path / "hf", words, "--plan", "ladder")
+
+
+def test_a_value_too_large_for_the_type_is_named(tmp_path: Path) -> None:
+    change_tensors(lambda t: t[NORM].fill_(1e5))(save(tmp_path / "hf"))
+    with pytest.raises(UserError, match=f"--dtype=float16: a value of '{NORM}' is too large"):
+        convert(tmp_path / "hf", tmp_path / "out", dtype="float16")
 
 
 def test_a_window_that_no_layer_has_is_no_window(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,14 @@ import torch
 from ladder.data import packing
 from ladder.data.batches import PackedWindows
 from ladder.data.encoded import ANSWER, BEGINS
+from ladder.data.mix import open_sources
 from ladder.data.packing import pack
 from ladder.data.prepared import open_data
 from ladder.data.template import ChatTemplate, LeftOut, load_template
 from ladder.data.tokenizer import load_tokenizer
 from ladder.models import UserError
 from ladder.models.documents import starts_of
-from tests.chats import CHAT, CHATML, TEMPLATE, make_chats, prepare_chats
+from tests.chats import CHAT, CHATML, TEMPLATE, THINKING, make_chats, prepare_chats
 from tests.samples import full_model, small_config
 
 
@@ -78,7 +80,8 @@ def test_templates_render_as_transformers_renders_them(tokenizer: Path, source: 
 
 
 def test_answers_begin_where_their_prompts_end() -> None:
-    template = ChatTemplate(CHATML, {"bos_token": "!"}, "here")
+    source = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    template = ChatTemplate(source, {"bos_token": "!"}, "here")
     pieces = template.pieces(CHAT)
     assert "".join(piece.text for piece in pieces) == template.render(CHAT)
     assert [piece.text for piece in pieces if piece.answer] == [
@@ -90,6 +93,27 @@ def test_answers_begin_where_their_prompts_end() -> None:
     forgetful = ChatTemplate("{% for m in messages[-2:] %}{{ m.content }}{% endfor %}", {}, "here")
     with pytest.raises(LeftOut, match="writes otherwise once others follow"):
         forgetful.pieces(CHAT)
+
+
+def test_generation_tags_say_what_an_answer_is() -> None:
+    """Also where earlier turns are written otherwise once others follow."""
+    template = pickle.loads(pickle.dumps(ChatTemplate(THINKING, {"eos_token": "!"}, "here")))
+    pieces = template.pieces(CHAT)
+    whole = template.render(CHAT)
+    assert whole.endswith("user: more\nassistant: <think></think>no!\n")
+    assert "".join(piece.text for piece in pieces) == whole
+    assert [piece.text for piece in pieces if piece.answer] == [" Three é!", "no!"]
+    chat = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
+    assert [piece.text for piece in template.pieces(chat) if piece.answer] == ["no!"]
+    with pytest.raises(LeftOut, match="without an answer"):
+        template.pieces(CHAT[:1])
+    twice = THINKING.replace("{{- m.content + eos_token }}", "{{- m.content }}{% generation %}")
+    twice = twice.replace("{%- endgeneration %}", "{% endgeneration %}{%- endgeneration %}")
+    with pytest.raises(LeftOut, match="tags do not open and close by turns"):
+        ChatTemplate(twice, {"eos_token": "!"}, "here").pieces(CHAT)
+    last = THINKING.replace("messages %}{{- m.role", "messages[-2:] %}{{- m.role")
+    with pytest.raises(LeftOut, match=r"of weight 0 that .* tags do not tell apart"):
+        ChatTemplate(last, {"eos_token": "!"}, "here").pieces(chat)
 
 
 def test_only_answers_and_their_end_are_targets(prepared: Path, tokenizer: Path) -> None:
@@ -239,6 +263,38 @@ def test_broken_templates_are_refused(
         prepare_chats(tmp_path, tokenizer, [CHAT], chat_template=tmp_path / "bad.jinja")
 
 
+def test_the_token_that_ends_all_answers_ends_a_text(tokenizer: Path, tmp_path: Path) -> None:
+    """Qwen's base models end a text by another token than an answer; a model that is trained on
+    chats must stop at both. Data of earlier versions, and of answers that end in two ways, have the
+    one that ends a text."""
+    encoder = load_tokenizer(tokenizer)
+    encoder.add_special_tokens(["<|end|>", "<|call|>"])
+    own = tmp_path / "tokenizer"
+    own.mkdir()
+    encoder.save(str(own / "tokenizer.json"))
+    end = encoder.token_to_id("<|end|>")
+    other = "{{ '<|end|>' if loop.index < 3 else '<|call|>' }}"
+    for name, mark, ids in (("one", "{{ '<|end|>' }}", [end, 0]), ("two", other, [0])):
+        source = tmp_path / f"{name}.jinja"
+        source.write_text(TEMPLATE.replace("{{ eos_token }}", mark))
+        folder = prepare_chats(
+            tmp_path / name, own, [CHAT] * 9, chat_template=source, workers=2, heldout_fraction=0
+        )
+        assert open_data(folder).end_ids == ids
+    folder = tmp_path / "one" / "data"
+    assert open_data(folder).ends == [end, 0]
+    both = folder, shutil.copytree(folder, tmp_path / "again")
+    mixed = open_sources([{"path": str(each), "weight": 1} for each in both])
+    assert mixed.ends == [end, 0]
+    index = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps({**index, "answer_end_id": 999}))
+    with pytest.raises(UserError, match=r"answer_end_id=999 must be .* below 302"):
+        open_data(folder)
+    del index["answer_end_id"]
+    (folder / "index.json").write_text(json.dumps(index))
+    assert open_data(folder).ends == 0
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_template_that_ends_no_answer_is_said(
     tokenizer: Path, tmp_path: Path, ends: bool, capsys: pytest.CaptureFixture[str]
@@ -246,5 +302,5 @@ def test_a_template_that_ends_no_answer_is_said(
     source = tmp_path / "own.jinja"
     source.write_text(TEMPLATE if ends else TEMPLATE.replace("{{ eos_token }}", ""))
     prepare_chats(tmp_path / "chats", tokenizer, make_chats(20), chat_template=source)
-    said = "own.jinja writes no special token behind an answer: a model that is trained on it"
+    said = "own.jinja writes no special token at the end of an answer: a model that is trained on"
     assert (said in capsys.readouterr().err) != ends

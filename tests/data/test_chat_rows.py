@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ladder.data.encoded import ANSWER
+from ladder.data.encoded import ANSWER, TOKEN
 from ladder.data.prepare import prepare
 from ladder.data.prepared import open_data
+from ladder.data.tokenizer import load_tokenizer
 from ladder.models import UserError
-from tests.chats import CHAT, CHATML, TEMPLATE, make_chats, prepare_chats, write_chats
+from tests.chats import CHAT, CHATML, TEMPLATE, THINKING, make_chats, prepare_chats, write_chats
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +134,23 @@ def test_what_cannot_be_learnt_is_left_out_and_counted(tokenizer: Path, tmp_path
             '{"messages": [{"from": "gpt", "value": "a"}, {"from": "function_call", "value": ""}]}',
             "in which tools are called",
         ),
-        ('{"chats": []}', "without the field 'messages'"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "reasoning_content": [1]}]}',
+            "with a reasoning_content that is not text",
+        ),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": "[{"}', "no valid JSON"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "tools": ["f"]}',
+            "with tools that are no list of objects",
+        ),
+        (
+            '{"instruction": "a", "input": "", "output": "b"}',
+            "fields: instruction, input, output: write each row as a list of messages of role and "
+            "content",
+        ),
+        ('{"prompt": "a", "completion": "b"}', "prompt, completion: give --chat-field prompt"),
+        ('{"conversations": []}', "give --chat-field conversations"),
+        ("{}", "without the field 'messages'"),
         ("[1]", "without the field 'messages'"),
         ('{"messages": [', "that are no valid JSON"),
     ],
@@ -258,6 +275,76 @@ def test_other_spellings_say_the_same(tokenizer: Path, tmp_path: Path) -> None:
         out = prepare_chats(tmp_path / str(n), tokenizer, [chat], heldout_fraction=0)
         found.append((out / "train-00000.bin").read_bytes())
     assert found[0] == found[1] == found[2]
+
+
+def text_of(folder: Path, tokenizer: Path) -> tuple[str, str]:
+    """All of a prepared folder's text, and what is learnt of it."""
+    tokens = np.fromfile(folder / "train-00000.bin", "<u4")
+    decode = load_tokenizer(tokenizer).decode
+    parts = tokens, tokens[tokens & ANSWER > 0]
+    whole, learnt = (decode((part & TOKEN).tolist(), skip_special_tokens=False) for part in parts)
+    return whole, learnt
+
+
+def test_reasoning_and_tools_are_handed_to_the_template(tokenizer: Path, tmp_path: Path) -> None:
+    """Or the row is left out: a template that writes <think> would teach an empty thought."""
+    (tmp_path / "think.jinja").write_text(THINKING)
+    template = {"chat_template": tmp_path / "think.jinja", "heldout_fraction": 0}
+    tools = [{"type": "function", "function": {"name": "sum", "default": None}}]
+    thinking = [CHAT[0], {**CHAT[1], "reasoning_content": " one, two "}]
+    file = tmp_path / "chats.jsonl"
+    for given in (tools, json.dumps(tools)):
+        file.write_text(json.dumps({"messages": thinking, "tools": given}))
+        out = tmp_path / f"{type(given).__name__}"
+        prepare([file], tokenizer, out, chat_field="messages", **template)
+        whole, _ = text_of(out, tokenizer)
+        assert "<think> one, two </think>" in whole
+        assert 'tools: [{"type": "function", "function": {"name": "sum"}}]' in whole
+    (tmp_path / "plain.jinja").write_text(TEMPLATE)
+    template["chat_template"] = tmp_path / "plain.jinja"
+    rows = [{"messages": thinking}, {"messages": CHAT, "tools": tools}, {"messages": CHAT}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    index = prepare(
+        [file], tokenizer, tmp_path / "out", chat_field="messages", max_left_out=1, **template
+    )
+    assert index["left_out"] == {
+        "with reasoning that the template does not write": 1,
+        "with tools that the template does not write": 1,
+    }
+
+
+def test_prompts_and_completions_are_conversations(tokenizer: Path, tmp_path: Path) -> None:
+    """As text or as messages; of the prompt nothing is learnt."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    texts = {"prompt": CHAT[0]["content"], "completion": CHAT[1]["content"]}
+    lists = {"prompt": CHAT[:1], "completion": CHAT[1:2]}
+    long = {"prompt": CHAT[:3], "completion": CHAT[3:]}
+    found = []
+    for n, row in enumerate((texts, lists, long)):
+        (tmp_path / f"{n}.jsonl").write_text(json.dumps(row))
+        parquet.write_table(arrow.Table.from_pylist([row]), tmp_path / f"{n}.parquet")
+        for form in ("jsonl", "parquet"):
+            out = tmp_path / f"{n}{form}"
+            prepare(
+                [tmp_path / f"{n}.{form}"], tokenizer, out, chat_field="prompt", heldout_fraction=0,
+                chat_template=tmp_path / "template.jinja",
+            )  # fmt: skip
+            found.append(text_of(out, tokenizer))
+    said = "Three é<|endoftext|>"
+    assert found[0] == (f"user: <one> & two?\nassistant: {said}\n", said)
+    assert found[0] == found[1] == found[2] == found[3]
+    assert found[4] == found[5]
+    assert found[4][1] == "no<|endoftext|>"
+    assert "Three" in found[4][0]
+    with pytest.raises(
+        UserError, match=r"its columns: prompt, completion; give --chat-field prompt"
+    ):
+        prepare(
+            [tmp_path / "0.parquet"], tokenizer, tmp_path / "out", chat_field="messages",
+            chat_template=tmp_path / "template.jinja",
+        )  # fmt: skip
 
 
 def test_answers_of_weight_0_are_read_and_not_learnt(tokenizer: Path, tmp_path: Path) -> None:

@@ -89,9 +89,28 @@ def test_same_names_and_same_files(tmp_path: Path) -> None:
     given = [tmp_path / "a" / "x.txt", tmp_path / "a", tmp_path / "b", tmp_path]
     found = open_corpus(given)
     documents = [*found.read("train"), *found.read("heldout")]
-    assert sorted(d.name for d in documents) == ["x.txt", "x.txt#2"]
+    assert sorted(d.name for d in documents) == ["a/x.txt", "b/x.txt"]
     assert sorted(d.text for d in documents) == ["1", "2"]
     assert len(list(found.read("heldout"))) == 1
+
+
+def test_names_do_not_depend_on_the_order_of_the_paths(tmp_path: Path) -> None:
+    """Catches documents that change their split where the paths are given in another order."""
+    inside = ("1/data/x.txt", "2/data/x.txt", "3/x.txt", "3/only.txt", "4/data/x.txt", "5/1/x.txt")
+    write(tmp_path, {name: name for name in inside})
+    given = [*(tmp_path / name for name in ("1/data", "2/data", "3")), tmp_path / "4/data/x.txt"]
+    given.append(tmp_path / "5/1")
+    expected = {
+        "1/data/x.txt": "1/data/x.txt",
+        "2/data/x.txt": "2/data/x.txt",
+        "3/x.txt": "3/x.txt",
+        "3/only.txt": "only.txt",  # as without the others
+        "4/data/x.txt": "4/data/x.txt",
+        "5/1/x.txt": "1/x.txt",
+    }
+    for paths in (given, given[::-1], given[2:] + given[:2]):
+        corpus = open_corpus(paths, heldout_fraction=0)
+        assert {d.text: d.name for d in corpus.read("train")} == expected
 
 
 def test_text_is_read_as_it_is_asked_for(tmp_path: Path) -> None:
@@ -163,16 +182,20 @@ def test_broken_data_is_named(tmp_path: Path, files: dict[str, str | bytes], mat
         open_corpus([tmp_path])
 
 
-def test_broken_paths_are_named(tmp_path: Path) -> None:
+def test_broken_paths_are_named(tmp_path: Path, tokenizer: Path) -> None:
     """Catches a raw OSError, or a path silently passed over."""
     with pytest.raises(UserError, match=r"'.*/none' does not exist .*; give a file or a folder"):
         open_corpus([tmp_path / "none"])
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match=r"'.*/pipe' is neither a file nor a folder"):
         open_corpus([tmp_path / "pipe"])
-    (tmp_path / "link.txt").symlink_to(tmp_path / "gone")
-    with pytest.raises(UserError, match=r"link\.txt cannot be read: No such file"):
-        open_corpus([tmp_path])
+    links = write(tmp_path / "links", {"a.txt": "a"})
+    for target, reason in (("gone", "No such file"), ("link.txt", "Too many levels of symbolic")):
+        (links / "link.txt").unlink(missing_ok=True)
+        (links / "link.txt").symlink_to(target)
+        for read in (open_corpus, lambda paths: prepare(paths, tokenizer, tmp_path / "out")):
+            with pytest.raises(UserError, match=rf"link\.txt cannot be read: {reason}"):
+                read([links])
     with pytest.raises(UserError, match=r"heldout_fraction=1 must be 0 or more and below 1"):
         open_corpus(heldout_fraction=1)
     write(tmp_path / "ok", {"a.txt": "a"})

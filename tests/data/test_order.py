@@ -172,7 +172,11 @@ def test_heldout_is_in_proportion_and_each_window_once(mix: Mix) -> None:
 
     everything = origins(None)
     assert sorted(everything) == [(k, i) for k, n in enumerate(lengths) for i in range(n)]
-    assert origins(11) == everything[:11]
+    # Of a part, as many of each source as the first 11 have, spread over the whole source.
+    assert [source for source, _ in origins(11)] == [source for source, _ in everything[:11]]
+    for source, (length, share) in enumerate(zip(lengths, SHARES, strict=True)):
+        own = [window for number, window in origins(11) if number == source]
+        assert own == [i * length // share for i in range(share)]
     assert origins(999) == everything
     assert [sum(source == k for source, _ in everything[:11]) for k in range(3)] == list(SHARES)
     for source in range(3):

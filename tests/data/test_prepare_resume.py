@@ -289,8 +289,12 @@ def test_changed_files_do_not_go_on(corpus: Path, tokenizer: Path, tmp_path: Pat
         (copy / path.name).write_bytes(path.read_bytes())
     _interrupt(tmp_path / "out", copy, tokenizer)
     (copy / "29.txt").write_text("other")
-    with pytest.raises(UserError, match=r"unfinished work of a call with files="):
+    changed = r"work on files whose names, sizes or dates have changed since; give --overwrite to"
+    with pytest.raises(UserError, match=changed):
         prepare([copy], tokenizer, tmp_path / "out", **OPTIONS)
+    with pytest.raises(UserError, match=r"a call with shard_tokens=333 and not 10; repeat"):
+        prepare([copy], tokenizer, tmp_path / "out", **{**OPTIONS, "shard_tokens": 10})
+    prepare([copy], tokenizer, tmp_path / "out", overwrite=True, **OPTIONS)
 
 
 def test_damaged_work_starts_over(

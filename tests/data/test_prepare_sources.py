@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
 import sys
 from collections.abc import Callable
@@ -31,6 +33,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def _views(texts: list[str]) -> Any:
+    """A column of another type of strings."""
+    arrow = pytest.importorskip("pyarrow")
+    return arrow.array(texts, arrow.string_view())
+
+
 def _parquet(path: Path, columns: dict[str, Any], group: int = 11, **options: Any) -> Path:
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -49,12 +57,13 @@ def test_parquet_equals_jsonl(tokenizer: Path, tmp_path: Path, small: None) -> N
         write_jsonl(tmp_path / "a.jsonl", TEXTS),
         _parquet(tmp_path / "a.parquet", {"id": list(range(60)), "text": TEXTS}),
         _parquet(tmp_path / "one.parquet", {"text": TEXTS}, group=1000),
+        _parquet(tmp_path / "view.parquet", {"text": _views(TEXTS)}),
     ):
         out = tmp_path / f"{path.name}.data"
         index = prepare([path], tokenizer, out, heldout_fraction=0, shard_tokens=50)
         assert index["splits"]["train"]["documents"] == 59
         kept[path.name] = shards_of(out)
-    assert kept["a.parquet"] == kept["a.jsonl"] == kept["one.parquet"]
+    assert kept["a.parquet"] == kept["a.jsonl"] == kept["one.parquet"] == kept["view.parquet"]
     tokens = open_data(tmp_path / "a.parquet.data").split("train")
     text = load_tokenizer(tokenizer).decode(tokens.read(0, len(tokens)).tolist())
     assert text == "".join(TEXTS)
@@ -251,6 +260,64 @@ def test_other_names_of_json_lines(tokenizer: Path, tmp_path: Path, name: str, s
         (tmp_path / folder / file).write_text(lines)
         prepare([tmp_path / folder / file], tokenizer, tmp_path / f"{folder}-out", **options)
     assert shards_of(tmp_path / "a-out") == shards_of(tmp_path / "b-out")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.ndjson.GZ"])
+def test_compressed_lines_equal_plain_ones(
+    tokenizer: Path, tmp_path: Path, name: str, small: None
+) -> None:
+    """Catches lines lost or read twice between units, and where an interrupted call goes on."""
+    plain, packed = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / name
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    for path in (plain, packed):
+        prepare([path], tokenizer, tmp_path / f"{path.name}.data", heldout_fraction=0)
+    assert shards_of(tmp_path / f"{name}.data") == shards_of(tmp_path / "a.jsonl.data")
+    source, field = Source("a", packed), Field("text")
+    expected = [(f"a:{n}", text) for n, text in enumerate(TEXTS, 1) if text]
+    found = list(units.units([source], field, units.Cursor()))
+    assert len(found) > 3
+    for at, unit in enumerate(found):
+        rest = [*found[: at + 1], *units.units([source], field, unit.after)]
+        assert [(d.name, d.text) for each in rest for d in each.read(field)] == expected
+
+
+def test_compressed_text_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("é\nb".encode()))
+    found = open_corpus([tmp_path], heldout_fraction=0).read("train")
+    assert [(each.text, each.bytes) for each in found] == [("é\nb", 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\0", ["compressed (Zstandard); decompress it"]),
+        ("a.jsonl", gzip.compress(b"{}"), ["compressed (gzip)", ".jsonl.gz"]),
+        ("a.md.gz", gzip.compress(b"a"), ["compressed (gzip)"]),
+        ("a.txt.bz2", bz2.compress(b"a"), ["compressed (bzip2)"]),
+        ("a.txt.gz", b"plain", ["a.txt.gz is no gzip file, or damaged"]),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}' * 99)[:-9], ["or damaged", "copy it again"]),
+        ("a.csv", b"id,text\n1,a\n", ["is a table", "text_field='text'", "into a .jsonl", ".txt"]),
+        ("a.tsv", b'id\t"text"\r\n1\ta\r\n', ["is a table"]),
+    ],
+)
+def test_what_would_be_misread_is_refused(
+    tokenizer: Path,
+    tmp_path: Path,
+    name: str,
+    data: bytes,
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Catches an archive called no UTF-8, and a table of documents taken for one text."""
+    (tmp_path / name).write_bytes(data)
+    fails_with(["data", "prepare", str(tmp_path / name)], tokenizer, tmp_path, words, capsys)
+
+
+def test_a_table_without_the_field_is_a_text(tmp_path: Path) -> None:
+    """As other JSON is: folders of code hold tables."""
+    (tmp_path / "a.csv").write_text("time,loss\n1,2\n")
+    found = open_corpus([tmp_path], heldout_fraction=0).read("train")
+    assert [each.text for each in found] == ["time,loss\n1,2\n"]
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,19 @@ def test_a_stream_equals_its_file(
     assert (stream["split"], stream["revision"]) == ("train", "")
 
 
+def test_a_stream_of_conversations(dataset: str) -> None:
+    """With the columns that belong to a conversation: its tools, a prompt's completion."""
+    row = {"prompt": "a", "completion": "b", "tools": [{"name": "f"}], "other": 1}
+    folder = Path(dataset.removeprefix("hf:"))
+    (folder / "train.jsonl").write_text(json.dumps(row) + "\n")
+    reader = streams.Reader(streams.parse_stream(dataset), Field("prompt", True), None, 0)
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (found,) = [json.loads(document.text) for document in reader]
+    assert found == {"messages": said, "tools": [{"name": "f"}]}
+    with pytest.raises(UserError, match="tools, other; give --chat-field prompt"):
+        streams.Reader(streams.parse_stream(dataset), Field("messages", True), None, 0)
+
+
 @pytest.mark.parametrize("row", [1, 7, 8, 30, 60])
 def test_a_stream_goes_on_where_it_was_left(dataset: str, row: int, small: None) -> None:
     """Catches rows read twice or passed over, and a state that JSON cannot keep."""
@@ -286,5 +299,7 @@ def test_another_call_does_not_take_an_old_commit(
 def test_a_stream_that_is_named_twice_is_read_once(hub: _Hub) -> None:
     """However it is written: a row that occurred twice could be in both splits."""
     paths = ["hf:owner/name", "hf:owner/name?split=train", f"hf:owner/name?revision={'a' * 40}"]
-    found, _ = find_sources([*paths, "hf:owner/name?split=test"], 0.1, "text")
-    assert [each.name for each in found] == ["owner/name", "owner/name#2"]
+    given = [*paths, "hf:owner/name?split=test"]
+    longer = ["owner/name?name=&split=train", "owner/name?name=&split=test"]
+    assert [each.name for each in find_sources(given, 0.1, "text")[0]] == longer
+    assert [each.name for each in find_sources(given[::-1], 0.1, "text")[0]] == longer[::-1]

@@ -199,6 +199,9 @@ def test_a_folder_carries_its_code(tmp_path: Path, corpus: Path, alone: bool) ->
             assert torch.equal(load_model(folder)(tokens), expected)
     with pytest.raises(UserError, match="exists already"):
         ladder.hf.export(source, out)
+    ladder.hf.export(source, tmp_path / "cast", dtype=torch.bfloat16)
+    cast = AutoModelForCausalLM.from_pretrained(tmp_path / "cast")
+    assert {each.dtype for each in cast.parameters()} == {torch.bfloat16}
 
 
 def test_an_export_that_fails_leaves_no_folder(

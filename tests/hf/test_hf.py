@@ -161,6 +161,21 @@ def test_positions_that_begin_again_begin_a_document() -> None:
         assert not torch.allclose(plain, expected)
 
 
+def test_packed_rows_may_be_longer_than_the_context() -> None:
+    """As TRL's packing makes them: each document is bounded, and gives what it gives alone."""
+    model = wrapped("ladder", max_seq_len=6)
+    tokens = torch.randint(1, 67, (1, 15), generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[*range(6), *range(4), *range(5)]])
+    numbers = torch.tensor([[1] * 6 + [2] * 4 + [3] * 5])
+    with torch.no_grad():
+        alone = [model(each).logits for each in tokens.split((6, 4, 5), 1)]
+        for way in ({"position_ids": positions}, {"attention_mask": numbers}):
+            assert torch.allclose(model(tokens, **way).logits, torch.cat(alone, 1), atol=1e-4)
+        long = torch.tensor([[*range(7), *range(4), *range(4)]])
+        with pytest.raises(UserError, match=r"a document of 7 tokens is longer .*max_seq_len=6"):
+            model(tokens, position_ids=long)
+
+
 def test_an_embedding_that_would_grow_is_refused() -> None:
     """It would grow beside the one that computes."""
     model = wrapped()

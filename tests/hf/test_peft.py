@@ -131,3 +131,45 @@ def test_lora_trains_merges_and_is_loaded(
         assert ours.config == base.transformer.config
         for logits in (merged(TOKENS).logits, ours(TOKENS)):
             assert torch.allclose(logits, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "tied"),
+    [
+        ({"modules_to_save": ["lm_head"]}, True),
+        ({"modules_to_save": ["embed_tokens"]}, True),
+        ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+        ({"modules_to_save": ["norm"]}, False),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, False),
+        ({"trainable_token_indices": {"embed_tokens": [1, 33]}}, True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*tie:UserWarning")
+def test_embeddings_heads_and_norms_are_trained(
+    tmp_path: Path, options: dict[str, Any], tied: bool
+) -> None:
+    """Merged and saved, they compute the same; a head that was tied may have left its embedding."""
+    peft = pytest.importorskip("peft")
+    model = LadderForCausalLM.from_transformer(
+        engines.make("ladder", None, tie_embeddings=tied).float()
+    )
+    before = model(TOKENS).logits
+    options = {"target_modules": ["q_proj"]} | options
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    for _ in range(2):
+        model(TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+        assert not torch.allclose(expected, before, atol=0.1)
+        merged = model.merge_and_unload()
+        merged.save_pretrained(tmp_path)
+        again = LadderForCausalLM.from_pretrained(tmp_path)
+        for logits in (merged(TOKENS).logits, again(TOKENS).logits, load_model(tmp_path)(TOKENS)):
+            assert torch.allclose(logits, expected, atol=1e-4)
+    apart = "modules_to_save" in options and "ensure_weight_tying" not in options
+    assert again.config.tie_word_embeddings == (tied and not apart)

@@ -251,7 +251,7 @@ def test_records_of_another_degree_are_refused() -> None:
     """dtp scales by sqrt(T): its records of T = 4 with T = 2 are another model."""
     old = small_config("dtp-2", tp_degree=4)
     saved = {**old.to_dict(), "tp_degree": 2}
-    message = r"plan 'dtp-2' with tp_degree=2 .* own_scale=2 where sqrt\(2\) .* set tp_degree=4"
+    message = r"plan 'dtp-2' with tp_degree=2 .* of another T, tp_degree=4; .* set tp_degree=4"
     with pytest.raises(UserError, match=message):
         ModelConfig.from_dict(saved)
     with pytest.raises(UserError, match=message):
@@ -260,9 +260,20 @@ def test_records_of_another_degree_are_refused() -> None:
         small_config(yaml.safe_load(yaml.safe_dump(old.plan.to_dict())), tp_degree=2)
     assert ModelConfig.from_dict({**saved, "plan": "dtp-2"}) == small_config("dtp-2", tp_degree=2)
     assert ModelConfig.from_dict(old.to_dict()) == old
+    del saved["plan"]["tp_degree"]  # as earlier versions wrote it
+    with pytest.raises(UserError, match=message):
+        ModelConfig.from_dict(saved)
+    again = ModelConfig.from_dict({**saved, "tp_degree": 4})
+    assert again == old
+    assert again.plan.tp_degree == 4
     # Records of one's own are what they say, whatever the name or T.
     records = old.plan.to_dict()["sublayers"]
     assert small_config(records, tp_degree=2).plan.sublayers[0].own_scale == 2.0
+    small_config({"name": "dtp-2", "sublayers": records}, tp_degree=2)
+    with pytest.raises(UserError, match="with tp_degree=2 holds records of another T"):
+        small_config({"tp_degree": 4, "sublayers": records}, tp_degree=2)
+    with pytest.raises(UserError, match="tp_degree='4' of plan 'custom' must be a whole number"):
+        small_config({"tp_degree": "4", "sublayers": records}, tp_degree=2)
     records[0]["peer_lag"] = 1
     own = small_config({"name": "dtp-2", "sublayers": records}, tp_degree=2)
     assert own.plan.sublayers[0].peer_lag == 1
@@ -273,7 +284,7 @@ def test_records_of_another_degree_are_refused() -> None:
                                   "accumulate-2x-lag1"])  # fmt: skip
 def test_accumulate_of_another_degree_is_refused(name: str) -> None:
     old = small_config(name, tp_degree=4)
-    with pytest.raises(UserError, match=r"own_scale=2 where sqrt\(2\) .* set tp_degree=4"):
+    with pytest.raises(UserError, match=r"holds records of another T, .* set tp_degree=4"):
         replace(old, tp_degree=2)
     assert replace(old, plan=name, tp_degree=2) == small_config(name, tp_degree=2)
 

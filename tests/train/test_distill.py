@@ -33,7 +33,7 @@ from tests.chats import make_chats, prepare_chats
 from tests.corpus import swap_two_tokens
 from tests.distributed import Pools, tp_mesh
 from tests.samples import full_model, small_config
-from tests.train.runs import recipe, recorded, run_on_ranks, stored, untimed, weights
+from tests.train.runs import recipe, recorded, run_on_ranks, seal, stored, untimed, weights
 
 VOCABULARY = 301  # divides unevenly
 
@@ -271,6 +271,7 @@ def test_another_teachers_tokenizer_is_refused(corpus: Path, base: Path, tmp_pat
     write_config(teacher, shape, None)
     file = teacher / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text())))
+    seal(file)
     config = distilling(corpus, base, tmp_path / "run", teacher=str(teacher), steps=3)
     train(config, device="cpu", stop_after=1)
     swap_two_tokens(file)

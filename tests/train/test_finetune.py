@@ -14,6 +14,7 @@ import torch
 from ladder.checkpoint import checkpoints, load_model, newest, read_config, read_stop_tokens
 from ladder.cli import main
 from ladder.config import configs_folder
+from ladder.convert.command import convert
 from ladder.data.mix import open_sources
 from ladder.data.prepared import open_data
 from ladder.models import UserError, resolve_plan
@@ -113,6 +114,23 @@ def test_it_learns_and_its_checkpoints_are_models_for_chat(
     names = {path.name for path in newest(run).iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= names
     assert read_stop_tokens(newest(run)) == [0]
+
+
+def test_a_model_of_chats_stops_where_their_answers_end(
+    chats: Path, base: Path, tmp_path: Path
+) -> None:
+    """Also in transformers, which reads generation_config.json first."""
+    init, data = tmp_path / "init", tmp_path / "data"
+    shutil.copytree(newest(base), init)
+    (init / "generation_config.json").write_text('{"eos_token_id": 0}')
+    shutil.copytree(chats, data)
+    index = json.loads((data / "index.json").read_text())
+    (data / "index.json").write_text(json.dumps({**index, "answer_end_id": 7}))
+    train(tuning(data, init, tmp_path / "run", plan="standard", steps=3), device="cpu")
+    convert(newest(tmp_path / "run"), tmp_path / "back", to="hf")
+    for folder in (newest(tmp_path / "run"), tmp_path / "back"):
+        for name in ("config.json", "generation_config.json"):
+            assert json.loads((folder / name).read_text())["eos_token_id"] == [7, 0]
 
 
 def test_a_mixture_with_plain_text(corpus: Path, chats: Path, base: Path, tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from ladder.checkpoint import checkpoints
+from ladder.checkpoint import checkpoints, newest
 from ladder.config import build
+from ladder.convert.command import convert
 from ladder.data.mix import open_sources
 from ladder.models import UserError
 from ladder.train import shards, step
@@ -181,3 +183,20 @@ def test_not_finite_stops_and_loses_nothing(
     assert [step for step, _ in checkpoints(tmp_path / "run")] == [3]
     for name, value in before.items():
         assert torch.equal(value, weights(tmp_path / "run")[name])
+
+
+def test_a_first_step_that_is_not_finite_blames_the_weights_of_init(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """A lower lr would not help; `ladder convert` names the tensor."""
+    train(recipe(corpus, tmp_path / "run"), device="cpu", stop_after=1)
+    plain = tmp_path / "plain"
+    convert(newest(tmp_path / "run"), plain)
+    tensors = load_file(plain / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, plain / "model.safetensors")
+    config = recipe(corpus, tmp_path / "tuned", init=str(plain), model=None, plan=None)
+    with pytest.raises(UserError, match=rf"step 1: .*; init={plain} may hold NaN, as `ladder conv"):
+        train(config, device="cpu")
+    with pytest.raises(UserError, match=r"model\.safetensors: tensor 'model\.norm\.weight' holds"):
+        convert(plain, tmp_path / "again")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from ladder.checkpoint import newest
-from ladder.config import build
+from ladder.config import build, load_plan
 from ladder.data.prepared import open_data
 from ladder.models import UserError
 from ladder.train import loop, metrics, shards
@@ -100,6 +101,22 @@ def test_truncated_checkpoints_are_refused(corpus: Path, tmp_path: Path, file: s
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(UserError, match=f"{file}.*damaged"):
         train(config, device="cpu", resume=True)
+
+
+def test_a_plan_is_its_records_and_not_its_files_name(corpus: Path, tmp_path: Path) -> None:
+    """A run goes on with a copy of its plan's file, and not with other records."""
+    lags, run = "{own_lag: 1, peer_lag: 1}", tmp_path / "run"
+    for name, text in (("a", lags), ("b", lags), ("c", "{own_lag: 2, peer_lag: 2}")):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(f"layers: [{{layers: 0-1, attention: {text}, mlp: {text}}}]\n")
+    plans = {name: load_plan(tmp_path / f"{name}.yaml") for name in "abc"}
+    train(recipe(corpus, run, plan=plans["a"]), device="cpu", stop_after=2)
+    with pytest.raises(UserError, match=r"plan=.*differs from the run"):
+        train(recipe(corpus, run, plan=plans["c"]), device="cpu", resume=True)
+    train(recipe(corpus, run, plan=plans["b"]), device="cpu", resume=True)
+    of_init = recipe(corpus, tmp_path / "tuned", init=str(run), model=None, plan=None)
+    train(of_init, device="cpu", stop_after=2)
+    train(replace(of_init, plan=plans["b"]), device="cpu", resume=True)
 
 
 def test_a_checkpoint_of_another_plan_is_refused(corpus: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -100,10 +101,11 @@ def test_a_plan_left_out_is_the_folders(corpus: Path, tmp_path: Path) -> None:
 def test_it_goes_on_without_the_folder_and_on_ranks(
     corpus: Path, tmp_path: Path, standard: Path, pools: Pools
 ) -> None:
-    init = tmp_path / "init"
+    init, eos = tmp_path / "init", open_data(corpus).eos_id
     shutil.copytree(newest(standard), init)
     for name in BESIDE:  # which the data has not
         (init / name).write_text(name)
+    (init / "generation_config.json").write_text('{"top_p": 0.9, "eos_token_id": 5}')
     train(from_run(corpus, tmp_path / "whole", init, plan="ladder"), device="cpu")
     stopped = from_run(corpus, tmp_path / "stopped", init, plan="ladder")
     train(stopped, device="cpu", stop_after=2)
@@ -112,8 +114,10 @@ def test_it_goes_on_without_the_folder_and_on_ranks(
     shutil.rmtree(init)
     train(stopped, device="cpu", resume=True)
     for run in ("whole", "ranks", "stopped"):
-        for name in BESIDE:
+        for name in BESIDE[:2]:
             assert (newest(tmp_path / run) / name).read_text() == name
+        settings = json.loads((newest(tmp_path / run) / "generation_config.json").read_text())
+        assert settings == {"top_p": 0.9, "eos_token_id": [eos, 5]}  # with the data's end token
     assert untimed(tmp_path / "stopped") == untimed(tmp_path / "whole")
     assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
 
