@@ -79,6 +79,14 @@ CUTS_CALIBRATION = (
 )
 # Steps of half-8b on two GPUs, to calibrate int8 and fp8-block by.
 FORMATS_CALIBRATION = "2026-11-30-formats-half-8b-h200x2.jsonl"
+# Records to calibrate prompts on four by, of several hosts, and training.
+PROMPTS_CALIBRATION = (
+    "2026-11-27-inference-again-h200x4.jsonl",
+    "2026-11-28-inference-apart-h200x4.jsonl",
+    "2026-11-29-inference-h200x4.jsonl",
+    "2026-11-29-inference-cuts-h200x4.jsonl",
+)
+TRAINING_CALIBRATION = ("2026-11-27-train-again-h200x4.jsonl",)
 # Records to calibrate steps with weights in fp8 by, whose products O and down take float16 inputs.
 HALVES_CALIBRATION = (*STEPS_CALIBRATION[:2], "2026-11-28-fp8-halves-h200x4.jsonl")
 

@@ -36,12 +36,15 @@ from machine_records import (
     MEASURED,
     PEERS_MEASURED,
     PEERS_PARTS,
+    PROMPTS_CALIBRATION,
     STEPS_CALIBRATION,
     STEPS_MEASURED,
     STEPS_PARTS,
     TODAY,
+    TRAINING_CALIBRATION,
 )
 from machines_by_hand import (
+    BOOST,
     BOTH_STREAMS,
     BOTH_STREAMS_THEN,
     COPIES,
@@ -74,6 +77,7 @@ from ladder.perf.prediction.fitting import (
     fit_converted,
     fit_prompts,
     fit_steps,
+    fit_training,
 )
 from ladder.perf.prediction.records import PAIR, PAIR_WEIGHTS, RANK, predicted
 
@@ -231,8 +235,11 @@ def machine(gpus: int) -> Machine:
     """One or two H200s with the decode steps of four. One GPU keeps the values fitted to its own
     prompts; two take OF_FOUR from four."""
     found = with_steps_of(one() if gpus == 1 else fitted(gpus), four_today())
-    of_four = {name: four_today().values[name] for name in OF_FOUR if gpus > 1}
-    return replace(found, values={**found.values, **FITTED_BY_HAND, **of_four})
+    found = replace(found, values={**found.values, **FITTED_BY_HAND, "boost_ms": BOOST})
+    if gpus == 1:
+        return fit_prompts(found, [RESULTS / file for file in TODAY], RANK[0])
+    of_four = {name: four_today().values[name] for name in OF_FOUR}
+    return replace(found, values={**found.values, **of_four})
 
 
 def before(gpus: int) -> Machine:
@@ -253,7 +260,8 @@ def four_then() -> Machine:
 
 @functools.cache
 def four_today() -> Machine:
-    """`four_uncut` with the products, attention and landings of today's steps."""
+    """`four_uncut` with the products, attention and landings of today's steps, and with prompts and
+    training that are fitted again."""
     found = with_measured(four_uncut(), [taken(CUTS_MEASURED, CUTS_PARTS)])
     curves = tuple(each for each in found.curves if each.name not in FITTED_CURVES)
     found = replace(found, curves=curves)
@@ -263,7 +271,10 @@ def four_today() -> Machine:
     pair = with_steps_of(fitted(2), found)
     pair = fit_converted(pair, [RESULTS / FORMATS_CALIBRATION], PAIR[0])
     others = (pair.curve("converted", weights=each) for each in PAIR_WEIGHTS)
-    return replace(found, curves=(*found.curves, *others, *BOTH_STREAMS))
+    found = replace(found, curves=(*found.curves, *others, *BOTH_STREAMS))
+    found = replace(found, values={**found.values, "boost_ms": BOOST})
+    found = fit_prompts(found, [RESULTS / file for file in PROMPTS_CALIBRATION])
+    return fit_training(found, [RESULTS / file for file in TRAINING_CALIBRATION])
 
 
 @functools.cache

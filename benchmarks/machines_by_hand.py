@@ -11,6 +11,13 @@ POWER = (
     "measured by hand: products of 16384 rows, for a second, {}; "
     "2026-11-27-power-h200x4.txt (docs/predict.md)"
 )
+BOOST = Value(
+    20.0,
+    "fitted: prompts of 2 to 32 x 1024 tokens of half-8b (two H200s) and quarter-8b (one), the "
+    "best of 10, 15, 20 and 30; 2026-11-30-formats-half-8b-h200x2.jsonl, "
+    "2026-11-29-half-8b-ahead-h200x2.jsonl, 2026-11-28-half-8b-h200x2.jsonl, "
+    "2026-11-30-formats-quarter-8b-h200.jsonl",
+)
 FOUR_BY_HAND = {
     "copies_to_all": Value(
         0.79,
@@ -65,13 +72,21 @@ FITTED_BY_HAND = {
     ),
 }
 LADDERS = "fitted: what a ladder's steps of half-8b (two H200s){} ask for, their mean; {}"
-FORMATS = "2026-11-30-formats-half-8b-h200x2.jsonl"
-FORMATS_OF_ONE = "2026-11-30-formats-quarter-8b-h200.jsonl"
+OF_TWO = "2026-11-30-formats-half-8b-h200x2.jsonl"
+OF_ONE = "2026-11-30-formats-quarter-8b-h200.jsonl"
+OF_FOUR = "2026-11-29-2b-class-cuts-h200x4.jsonl"
+ASKED = {
+    "bf16": (
+        ", quarter-8b (one) and, of one sequence, a 2b-class (four)",
+        f"{OF_TWO}, {OF_ONE}, {OF_FOUR}",
+    ),
+    "fp8-block": (" and quarter-8b (one)", f"{OF_TWO}, {OF_ONE}"),
+}
 BOTH_STREAMS = tuple(
-    Curve("streams together", {"weights": weights}, points, LADDERS.format(*(
-        (" and quarter-8b (one)", f"{FORMATS}, {FORMATS_OF_ONE}")
-        if weights in ("bf16", "fp8-block") else ("", FORMATS)
-    )))
+    Curve(
+        "streams together", {"weights": weights}, points,
+        LADDERS.format(*ASKED.get(weights, ("", OF_TWO))),
+    )
     for weights, points in STREAMS_TOGETHER.items()
 )  # fmt: skip
 # By weights: points, whose steps, and the records; with the kernels just before today's.

@@ -78,8 +78,9 @@ def prepare(
     `out` (see ladder.data.shards), and a call with the same arguments resumes from them.
 
     chat_field: the field or column of .jsonl and .parquet files and of streams that holds a
-        conversation (`prompt`: with that of `completion`), in place of text. The tokenizer's chat template, or the Jinja file
-        `chat_template`, turns it into text; its answers are marked (see ladder.data.chat).
+        conversation (`prompt`: with that of `completion`), in place of text. The tokenizer's chat
+        template, or the Jinja file `chat_template`, turns it into text; its answers are marked (see
+        ladder.data.chat).
     max_left_out: the maximum share of unusable conversations, which are left out; more are an
         error. They are counted by reason.
     max_tokens: stop after the document, in the corpus's order, with which the splits together

@@ -6,8 +6,8 @@ MAX_SIZE = 16384  # elements of a row that a norm or a message holds
 MAX_SUMS, MAX_OWNS = 2, 2  # of a landing
 MAX_ADDENDS = 8  # of `ladder.kernels.norm`
 PIECE = 2**26  # elements of a weight in 8 bits that are converted at once: enough to fill a GPU
-# Attention of a decode step with few sequences times KV heads, over few blocks of 64 keys, has about
-# so many programs beside other kernels.
+# Attention of a decode step with few sequences times KV heads, over few blocks of 64 keys, has
+# about so many programs beside other kernels.
 FEW_HEADS, FEW_BLOCKS, FEW_PROGRAMS = 8, 32, 64
 UNIT = 16  # bytes: elements and scales of messages in 8 bits begin at multiples
 

@@ -149,7 +149,7 @@ def test_what_is_left_out_of_measured_files_is_in_them() -> None:
 def test_shipped_machines_name_what_is_missing() -> None:
     found = load("h200x4")
     assert any(each.startswith("matrix") for each in found.missing)
-    assert "declared" in found.values["boost_ms"].provenance  # and so are not recorded
+    assert "fitted" in found.values["boost_ms"].provenance  # and so is not recorded
     assert not any(each.startswith(("copy_tb_s", "all-reduce")) for each in found.missing)
     with pytest.raises(UserError, match=r"h200x4.*host_launch_us.*ladder bench machine --nproc 4"):
         found.value("host_launch_us")

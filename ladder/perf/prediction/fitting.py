@@ -37,11 +37,16 @@ Steps = dict[InferencePoint, float]  # milliseconds
 def calibrated(machine: Machine, *files: Path) -> Machine:
     """The machine with fitted values, which come from records of CALIBRATED alone.
 
-    These are the values of `fit_steps` and `fit_prompts`, and `training_bytes` if there are
-    training steps that keep all activations: the median of the values that explain these steps.
+    These are the values of `fit_steps`, `fit_prompts` and `fit_training`.
     """
+    return fit_training(fit_prompts(fit_steps(machine, files), files), files)
+
+
+def fit_training(machine: Machine, files: Iterable[Path]) -> Machine:
+    """The machine with `training_bytes`, if there are training steps of CALIBRATED that keep all
+    activations: the median of the values that explain these steps."""
+    files = tuple(files)
     said = ", ".join(file.name for file in files)
-    machine = fit_prompts(fit_steps(machine, files), files)
     found = [
         _fit(machine, "training_bytes", "train", run, ms, (20.0, 40.0), said)
         for run, ms in training_times(files, machine).items()
