@@ -49,6 +49,9 @@ PUSHED_HOST_US = 115.0
 HOST_LAUNCH_US = 6.06  # the time in which that host launches a kernel
 OURS = ("sum", "push")  # the actions that launch a kernel of ours
 LARGE = 2.0**28  # bytes of a copy whose rate is the link's
+# How long turns of one operator, without other kernels between them, stay above the power limit:
+# chosen by records of operators. Prompts stay there longer (`boost_ms` of a machine's file).
+BOOST_MS = 10.0
 
 
 class OperatorCost:
@@ -116,11 +119,9 @@ class OperatorCost:
     def share(self, busy_us: float, us: float, calls: int) -> float:
         """The share of its speed that a product keeps in the turns that `ladder bench ops` times.
         Each turn has `calls` calls; the turn before them is not timed."""
-        boost = self.machine.value("boost_ms")
-
         def kept(turns: int) -> float:
             long = turns * calls
-            return long * power_share(self.machine, boost, long * busy_us, long * us)
+            return long * power_share(self.machine, BOOST_MS, long * busy_us, long * us)
 
         return (kept(1 + TURNS) - kept(1)) / (TURNS * calls)
 
