@@ -119,6 +119,7 @@ class OperatorCost:
     def share(self, busy_us: float, us: float, calls: int) -> float:
         """The share of its speed that a product keeps in the turns that `ladder bench ops` times.
         Each turn has `calls` calls; the turn before them is not timed."""
+
         def kept(turns: int) -> float:
             long = turns * calls
             return long * power_share(self.machine, BOOST_MS, long * busy_us, long * us)
