@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
@@ -53,7 +53,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="number of layers, without --model (those of a plan in a file, else 32)",
     )
     parser.add_argument(
-        "--tp-degree", type=int, default=4, help="number of ranks T, for plans that depend on it"
+        "--tp-degree",
+        type=int,
+        help="number of ranks T, for plans that depend on it (that of a plan's records, else 4)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
@@ -76,6 +78,9 @@ def run(options: argparse.Namespace) -> int:
             )
     if not 1 <= layers <= MOST_LAYERS:
         raise UserError(f"--layers={layers} must be from 1 to {MOST_LAYERS}")
+    if options.tp_degree is None:
+        own = (plan.get("tp_degree") for plan in chosen if isinstance(plan, Mapping))
+        options.tp_degree = next((degree for degree in own if isinstance(degree, int)), 4)
     found: list[Plan] = []
     for plan in chosen:
         try:

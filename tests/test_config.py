@@ -232,6 +232,8 @@ def test_a_printed_plan_is_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert resolve_plan(load_plan(file), 4, 2) == expected
         with pytest.raises(UserError, match="tp_degree=4 holds records of another T, tp_degree=2;"):
             resolve_plan(load_plan(file), 4, 4)
+        assert main(["plans", str(file)]) == 0  # of the T that it says
+        assert "1.41421" in capsys.readouterr().out
     assert main(["plans", "ladder", *words[1:]]) == 0
     file.write_text(capsys.readouterr().out)
     with pytest.raises(UserError, match=r"mine\.json holds 2 plans; give a file of one"):

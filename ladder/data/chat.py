@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from ladder.data.conversations import REASONING
 from ladder.data.encoded import ANSWER, BEGINS, Encoded
 from ladder.data.formats import Document, Field
+from ladder.data.sandbox import CLOSE, OPEN
 from ladder.data.sources import name_hash
 from ladder.data.template import ChatTemplate, LeftOut, Piece
 from ladder.data.tokenizer import encode_batch, parse_tokenizer
@@ -105,8 +106,11 @@ class EncodeChat:
         if any("tool_calls" in message for message in messages):
             raise LeftOut("in which tools are called")  # the call's arguments were not read
         said = [message.get(key, "") for message in messages for key in ("content", *REASONING)]
-        if any(map(self._names.search, (*said, json.dumps(tools, ensure_ascii=False)))):
+        said.append(json.dumps(tools, ensure_ascii=False))
+        if any(map(self._names.search, said)):
             raise LeftOut("in which someone says a special token's name")
+        if any(mark in each for mark in (OPEN, CLOSE) for each in said):
+            raise LeftOut("with a character that marks answers, U+FDD0 or U+FDD1")
         return self.template.pieces(messages, tools)
 
     def _encode(

@@ -92,16 +92,15 @@ def _turns(value: Any, role: str = "") -> list[Any]:
 
 
 def _tools(value: Any) -> list[Any]:
-    """The tools that a row describes: a list of objects, or that as JSON."""
-    if isinstance(value, str) and value.strip():
+    """The tools that a row describes: a list of objects, or that as JSON. Templates read nothing
+    else, and a column of that name may be anything: names of tools, a number."""
+    if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise _Odd("with tools that are no valid JSON") from None
-    if not value:
-        return []
+            return []
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise _Odd("with tools that are no list of objects")
+        return []
     return [_without_nulls(each) for each in value]
 
 

@@ -188,7 +188,7 @@ def _find(paths: Iterable[str | Path], recorded: Mapping[str, str] | None) -> li
     """The files and streams that `paths` name, each once, with unique names."""
     found: list[Source | Stream] = []
     choices: list[list[str]] = []  # the names that each may have
-    seen: set[str] = set()
+    seen: dict[str, int] = {}  # where a real file is in `found`
 
     for given in paths:
         if isinstance(given, str) and given.startswith(SCHEME):
@@ -213,13 +213,15 @@ def _find(paths: Iterable[str | Path], recorded: Mapping[str, str] | None) -> li
             )
         above = (path if os.path.isdir(path) else path.parent).absolute().parts
         for relative, file in sorted(files):
-            real = os.path.realpath(file)  # Path.resolve raises for cyclic links
-            if real in seen:  # a file that occurred twice could be in both splits
-                continue
-            seen.add(real)
-            found.append(Source(relative, file))
             longer = ("/".join((*above[at:], relative)) for at in reversed(range(len(above))))
-            choices.append([relative, *longer])
+            names = [relative, *longer]
+            real = os.path.realpath(file)  # Path.resolve raises for cyclic links
+            at = seen.setdefault(real, len(found))
+            if at == len(found):
+                found.append(Source(relative, file))
+                choices.append(names)
+            else:  # twice it could be in both splits; its name is the same for any order of paths
+                choices[at] = min(choices[at], names, key=lambda each: (len(each[0]), each))
     return [each._replace(name=name) for each, name in zip(found, _unlike(choices), strict=True)]
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from ladder.config import (
@@ -24,28 +23,6 @@ from ladder.data.weights import parse_sources
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.train.conversion import listed_last
-
-# Keys that may change when a run resumes, since they do not change what is computed. The layout (tp
-# and the keys after it) changes only rounding; data is compared by content, model by its shape. For
-# init and teacher see ladder.train.run.
-FREE_ON_RESUME = (
-    "log_interval",
-    "eval_interval",
-    "checkpoint_interval",
-    "keep_checkpoints",
-    "tensorboard",
-    "wandb",
-    "out",
-    "tp",
-    "dp_shard",
-    "sequence_parallel",
-    "reducer",
-    "micro_batch_size",
-    "activation_checkpointing",
-    "compile",
-    "data",
-    "model",
-)
 
 # What people write for none. Text is taken literally, so it would name a folder or a project.
 NOT_TEXT = ("null", "none", "~", "false", "true", "no", "off")
@@ -66,8 +43,6 @@ MOST = {
 # Adam divides by the root of a mean of squared gradients, plus eps. In float32 the squares of
 # gradients below some 1e-19 are 0: eps alone must then keep the quotient small, and not NaN.
 LEAST_EPS = 1e-16
-
-LENGTH = ("steps", "epochs")  # the keys that set the length of a run
 
 
 @dataclass(frozen=True)
@@ -353,79 +328,4 @@ def _refuse_own_plan(source: str, data: Mapping[str, Any], given: Mapping[str, A
         f"init={init} replaces the model of {source}, whose {' and '.join(left)} may be meant for "
         f"that model alone; add {asked} to train the weights with it, or {none} to keep the plan "
         f"of init"
-    )
-
-
-def as_started(old: Mapping[str, Any], new: TrainConfig, model: ModelConfig) -> TrainConfig:
-    """`new` for a resumed run; without its plan, if that is the one that the run took from `init`.
-
-    The plan and tp_degree are then None, as in `old`. model: the model of the run.
-    """
-    kept = old.get("init") and old.get("plan") is None and old.get("tp_degree") is None
-    if not kept or new.plan is None:
-        return new
-    named = replace(model, plan=new.plan, tp_degree=new.tp_degree)
-    return replace(new, plan=None, tp_degree=None) if named.same(model) else new
-
-
-def refuse_changes(
-    old: Mapping[str, Any], new: TrainConfig, run: Path, moved: Collection[str] = ()
-) -> None:
-    """Raise UserError if a resumed run's config would change what is computed.
-
-    The length is left to `refuse_length`. An option that `old` lacks, since it is newer than the
-    run, counts as having had its default. moved: options whose folder may have another path now.
-    """
-    current = new.to_dict()
-    for item in fields(TrainConfig):
-        name = item.name
-        before = old.get(name, item.default)
-        if name in ("plan", "convert_layers") and _unnamed(before) == _unnamed(current[name]):
-            continue  # the same plan, in a file of another name
-        if name in (*FREE_ON_RESUME, *LENGTH) or (name in moved and before and current[name]):
-            continue
-        if name in DISTILLING and not (old.get("teacher") or new.teacher):
-            continue  # ignored by the old run, and refused now
-        if before != current[name]:
-            raise differs(name, current[name], before, run)
-
-
-def _unnamed(value: Any) -> Any:
-    """A plan's specification, or a schedule of plans, without the names that files give plans."""
-    if isinstance(value, list):
-        return [
-            {**each, "plan": _unnamed(each["plan"])}
-            if isinstance(each, Mapping) and "plan" in each
-            else each
-            for each in value
-        ]
-    if not isinstance(value, Mapping):
-        return value
-    return {key: each for key, each in value.items() if key != "name"}
-
-
-def refuse_length(old: Mapping[str, Any], new: TrainConfig, epochs: float, run: Path) -> None:
-    """Raise UserError if a resumed run would have another number of steps.
-
-    To be called after `refuse_changes`, which compares what determines the steps of an epoch.
-    epochs: the epochs from which `new.steps` was computed; 0: `steps` was given.
-    """
-    before = old.get("steps", TrainConfig.steps)
-    if before == new.steps:
-        return
-    if epochs:
-        raise UserError(
-            f"epochs={epochs:g} makes steps={new.steps}, but the run in {run} was started with "
-            f"steps={before}; resume with steps={before} in place of epochs, or start a new run "
-            f"with another out"
-        )
-    raise differs("steps", new.steps, before, run)
-
-
-def differs(name: str, now: Any, before: Any, run: Path) -> UserError:
-    """The error for an option that must stay as it was when the run in `run` was started."""
-    now, before = ("null" if value is None else repr(value) for value in (now, before))
-    return UserError(
-        f"{name}={now} differs from the run in {run}, which was started with "
-        f"{name}={before}; resume with that, or start a new run with another out"
     )

@@ -22,9 +22,10 @@ from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.parallel.data import data_parallel, size_of
 from ladder.train import state
-from ladder.train.config import TrainConfig, as_started, differs, refuse_changes, refuse_length
+from ladder.train.config import TrainConfig
 from ladder.train.evaluate import check_heldout
 from ladder.train.metrics import check_packages, connect, read_metrics
+from ladder.train.resuming import as_started, differs, refuse_changes, refuse_length
 from ladder.train.start import Start, starting_point
 
 

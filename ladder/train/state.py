@@ -31,7 +31,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel.sharding import local_parameters, local_tensor
-from ladder.train.config import differs
+from ladder.train.resuming import differs
 from ladder.train.shards import MOMENTS, OPTIMIZER
 
 SAVED = "saved.json"  # has the step of the run's first checkpoint

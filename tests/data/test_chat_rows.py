@@ -138,11 +138,6 @@ def test_what_cannot_be_learnt_is_left_out_and_counted(tokenizer: Path, tmp_path
             '{"messages": [{"role": "user", "content": "a", "reasoning_content": [1]}]}',
             "with a reasoning_content that is not text",
         ),
-        ('{"messages": [{"role": "user", "content": "a"}], "tools": "[{"}', "no valid JSON"),
-        (
-            '{"messages": [{"role": "user", "content": "a"}], "tools": ["f"]}',
-            "with tools that are no list of objects",
-        ),
         (
             '{"instruction": "a", "input": "", "output": "b"}',
             "fields: instruction, input, output: write each row as a list of messages of role and "
@@ -303,6 +298,10 @@ def test_reasoning_and_tools_are_handed_to_the_template(tokenizer: Path, tmp_pat
     (tmp_path / "plain.jinja").write_text(TEMPLATE)
     template["chat_template"] = tmp_path / "plain.jinja"
     rows = [{"messages": thinking}, {"messages": CHAT, "tools": tools}, {"messages": CHAT}]
+    for no_tools in (["a", "b"], 3, "[{", ""):  # a column of that name may be anything
+        rows.append({"messages": CHAT, "tools": no_tools})
+    marks = [{**CHAT[0], "content": "a \ufdd0b\ufdd1 c"}, CHAT[1]]
+    rows.append({"messages": marks})  # would be learnt by a template with generation tags
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     index = prepare(
         [file], tokenizer, tmp_path / "out", chat_field="messages", max_left_out=1, **template
@@ -310,6 +309,7 @@ def test_reasoning_and_tools_are_handed_to_the_template(tokenizer: Path, tmp_pat
     assert index["left_out"] == {
         "with reasoning that the template does not write": 1,
         "with tools that the template does not write": 1,
+        "with a character that marks answers, U+FDD0 or U+FDD1": 1,
     }
 
 

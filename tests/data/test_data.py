@@ -108,9 +108,12 @@ def test_names_do_not_depend_on_the_order_of_the_paths(tmp_path: Path) -> None:
         "4/data/x.txt": "4/data/x.txt",
         "5/1/x.txt": "1/x.txt",
     }
-    for paths in (given, given[::-1], given[2:] + given[:2]):
-        corpus = open_corpus(paths, heldout_fraction=0)
-        assert {d.text: d.name for d in corpus.read("train")} == expected
+    within = [tmp_path / "3", tmp_path / "3" / "only.txt", tmp_path / "1", tmp_path / "1/data"]
+    shared = {"3/x.txt": "3/x.txt", "3/only.txt": "only.txt", "1/data/x.txt": "data/x.txt"}
+    for several, names in ((given, expected), (within, shared)):
+        for paths in (several, several[::-1], several[2:] + several[:2]):
+            corpus = open_corpus(paths, heldout_fraction=0)
+            assert {d.text: d.name for d in corpus.read("train")} == names
 
 
 def test_text_is_read_as_it_is_asked_for(tmp_path: Path) -> None:

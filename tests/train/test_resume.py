@@ -16,7 +16,7 @@ import torch
 from ladder.checkpoint import newest
 from ladder.config import build, load_plan
 from ladder.data.prepared import open_data
-from ladder.models import UserError
+from ladder.models import UserError, resolve_plan
 from ladder.train import loop, metrics, shards
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
@@ -111,8 +111,12 @@ def test_a_plan_is_its_records_and_not_its_files_name(corpus: Path, tmp_path: Pa
         file.write_text(f"layers: [{{layers: 0-1, attention: {text}, mlp: {text}}}]\n")
     plans = {name: load_plan(tmp_path / f"{name}.yaml") for name in "abc"}
     train(recipe(corpus, run, plan=plans["a"]), device="cpu", stop_after=2)
-    with pytest.raises(UserError, match=r"plan=.*differs from the run"):
+    with pytest.raises(UserError, match=r"plan=c differs from the run in .*started with plan=a;"):
         train(recipe(corpus, run, plan=plans["c"]), device="cpu", resume=True)
+    printed = tmp_path / "printed.json"
+    records = resolve_plan(plans["a"], 2)
+    printed.write_text(json.dumps([{**records.to_dict(), "reads": []}]))
+    train(recipe(corpus, run, plan=load_plan(printed)), device="cpu", resume=True, stop_after=3)
     train(recipe(corpus, run, plan=plans["b"]), device="cpu", resume=True)
     of_init = recipe(corpus, tmp_path / "tuned", init=str(run), model=None, plan=None)
     train(of_init, device="cpu", stop_after=2)
