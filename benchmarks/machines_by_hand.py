@@ -89,19 +89,16 @@ BOTH_STREAMS = tuple(
     )
     for weights, points in STREAMS_TOGETHER.items()
 )  # fmt: skip
-# By weights: points, whose steps, and the records; with the kernels just before today's.
+# By weights: points, and from where; with the kernels just before today's.
+ASKED_THEN = (
+    "fitted: what a ladder's steps of half-8b (two H200s) and quarter-8b (one) ask for, their "
+    "mean; 2026-11-29-half-8b-ahead-h200x2.jsonl, 2026-11-29-quarter-8b-ahead-h200.jsonl"
+)
 STREAMS_THEN = {
-    "bf16": (
-        ((1.0, 1.04), (4.0, 1.2), (16.0, 1.19), (32.0, 1.15), (64.0, 1.06)),
-        "fitted: what a ladder's steps of quarter-8b (one H200) and half-8b (two) ask for, their "
-        "mean; 2026-11-29-few-splits-h200.txt, 2026-11-29-half-8b-ahead-h200x2.jsonl",
-    ),
-    "fp8": (
-        ((1.0, 1.22), (2.0, 1.14), (4.0, 1.09), (8.0, DEFAULTS["streams_together"])),
-        "fitted: what a ladder's steps of one sequence of half-8b (two H200s) and llama-3-8b "
-        "(four) ask for, their mean, of more `streams_together`; "
-        "2026-11-28-fp8-one-half-8b-h200x2.jsonl, 2026-11-28-fp8-apart-h200x4.jsonl",
-    ),
+    "bf16": (((1.0, 1.21), (4.0, 1.31), (16.0, 1.32), (32.0, 1.23), (64.0, 1.18)), ASKED_THEN),
+    "fp8": (((1.0, 1.42), (4.0, 1.25), (16.0, 1.21), (32.0, 1.39), (64.0, 1.27)), ASKED_THEN),
+    "fp8-block": (((1.0, 1.4), (4.0, 1.2)), "declared: nearly as in fp8"),
+    "int8": (((1.0, 1.4), (4.0, 1.2)), "declared: nearly as in fp8"),
 }
 BOTH_STREAMS_THEN = tuple(
     Curve("streams together", {"weights": weights}, points, text)

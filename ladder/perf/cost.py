@@ -236,12 +236,14 @@ class DecodeCost:
 
     def _shares(self, operation: Operation) -> tuple[float, float]:
         """The shares of the multiprocessors and of the memory bandwidth that an operation takes. It
-        takes all multiprocessors, except while it is launched (the kernel before it hides half of
-        that) or waits for another stream. Attention of few sequences has fewer programs."""
+        takes all multiprocessors, except while it waits for another stream. Attention of few
+        sequences has fewer programs. Kernels with smaller tiles, of older records, leave them for
+        half of a launch, too."""
         found = self._known_shares.get(operation.index)
         if found is None:
             us = self(operation)
-            idle = self.small / 2 + self.crossing.get(operation.index, 0.0)
+            idle = self.crossing.get(operation.index, 0.0)
+            idle += 0.0 if self.kernels.wide else self.small / 2
             found = max(0.0, 1.0 - idle / us), self._bytes(operation) / (self.memory * us)
             if operation.kind == "attention" and self.few:
                 found = found[0] * FEW_PROGRAMS / MULTIPROCESSORS, found[1]

@@ -142,22 +142,25 @@ def step(
 
 
 def test_kernels_of_two_streams_share_the_gpu() -> None:
-    """Each has the whole GPU but for half of its launch: of two, the first one launched runs as if
-    it were alone, and the other one takes what that leaves of what both get, and of the memory.
-    What waits for the other stream leaves more."""
+    """Each has the whole GPU: of two, the first one launched runs as if it were alone, and the
+    other one takes what that leaves of what both get, and of the memory. What waits for the other
+    stream leaves half of a launch; with smaller tiles, all kernels leave as much."""
     cost, graph = step("ladder", 1)
     landing, down = named(graph, 4, "landing"), named(graph, 3, "down")
     qkv, gate = named(graph, 4, "qkv"), named(graph, 3, "gate-up")
     half, both = cost.machine.value("launch_us") / 2, cost.both
-    taken, memory = 1 - half / cost(gate), 1e6 * cost.machine.value("copy_tb_s")
+    memory = 1e6 * cost.machine.value("copy_tb_s")
     read = cost.weights["gate-up"] / (memory * cost(gate))
     assert cost.beside(gate, qkv) == cost.beside(down, qkv) == 1.0
-    speeds = [(both - taken) / (1 - half / cost(qkv))]
+    speeds = [both - 1]
     speeds.append((1 - read) / (cost.weights["qkv"] / (memory * cost(qkv))))
     assert cost.beside(qkv, gate) == pytest.approx(min(speeds))
     assert cost.crossing[landing.index] == half
     assert qkv.index not in cost.crossing
-    assert cost._shares(landing) == (pytest.approx(1 - 2 * half / cost(landing)), 0.0)
+    assert cost._shares(landing) == (pytest.approx(1 - half / cost(landing)), 0.0)
+    then = DecodeCost(cost.config, cost.machine, 1, "push", 1, 1024, kernels=Kernels(wide=False))
+    then.lowered(graph.plan)
+    assert then._shares(gate)[0] == pytest.approx(1 - half / then(gate))
     pushed = replace(gate, stream=LINKS)
     assert cost.beside(gate, pushed) == cost.beside(pushed, gate) == 1.0
 
@@ -170,7 +173,8 @@ def test_attention_of_few_sequences_leaves_multiprocessors_to_the_other_stream()
         cost = DecodeCost(config, machine, 1, "async", batch, context, kernels=kernels)
         graph = cost.lowered(resolve_plan("ladder", 4, 1))
         attention = next(each for each in graph.operations if each.kind == "attention")
-        idle = machine.value("launch_us") / 2 + cost.crossing.get(attention.index, 0.0)
+        idle = cost.crossing.get(attention.index, 0.0)
+        idle += 0 if kernels.wide else machine.value("launch_us") / 2
         return cost._shares(attention)[0] / (1 - idle / cost(attention))
 
     assert share(1) == share(4) == pytest.approx(64 / 132)

@@ -27,8 +27,9 @@ from ladder.models import Ranks, Reducer, UserError
 from ladder.models import loss as losses_module
 from ladder.models.loss import teacher_losses
 from ladder.parallel.reducers import AsyncReducer
-from ladder.train.config import TrainConfig, refuse_changes
+from ladder.train.config import TrainConfig
 from ladder.train.loop import train
+from ladder.train.resuming import refuse_changes
 from tests.chats import make_chats, prepare_chats
 from tests.corpus import swap_two_tokens
 from tests.distributed import Pools, tp_mesh
