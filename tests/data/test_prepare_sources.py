@@ -295,7 +295,11 @@ def test_compressed_text_is_one_document(tmp_path: Path) -> None:
         ("a.md.gz", gzip.compress(b"a", mtime=0), ["compressed (gzip)"]),
         ("a.txt.bz2", bz2.compress(b"a"), ["compressed (bzip2)"]),
         ("a.txt.gz", b"plain", ["a.txt.gz is no gzip file, or damaged"]),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}' * 99, mtime=0)[:-9], ["or damaged", "copy it again"]),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "a"}' * 99, mtime=0)[:-9],
+            ["or damaged", "copy it again"],
+        ),
         ("a.csv", b"id,text\n1,a\n", ["is a table", "text_field='text'", "into a .jsonl", ".txt"]),
         ("a.tsv", b'id\t"text"\r\n1\ta\r\n', ["is a table"]),
     ],
