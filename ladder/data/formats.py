@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import codecs
 import csv
-import gzip
-import io
 import json
 import os
 import re
-import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,21 +19,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ladder.data.compression import GZIP, compressed, open_text, readable
 from ladder.data.conversations import columns_beside, conversation_text, remedy_for, unusable
 from ladder.models.errors import UserError, kind_of
 
 ROWS = 1024  # rows of a Parquet file that are in memory as Python strings at once
 FORMS = {".jsonl": ".jsonl", ".ndjson": ".jsonl", ".parquet": ".parquet"}
-GZIP = {".jsonl": ".jsonl", ".ndjson": ".jsonl", ".json": ".jsonl", ".txt": ""}  # before .gz
 TABLES = {".csv": ",", ".tsv": "\t"}
-COMPRESSED = {  # by how such a file begins
-    b"\x1f\x8b": "gzip",
-    b"\x28\xb5\x2f\xfd": "Zstandard",
-    b"\xfd7zXZ\x00": "xz",
-    b"\x04\x22\x4d\x18": "lz4",
-    b"PK\x03\x04": "zip",
-    **{b"BZh%d1AY&SY" % level: "bzip2" for level in range(1, 10)},
-}
 
 
 class Source(NamedTuple):
@@ -101,14 +90,9 @@ def form(path: Path) -> str:
     return FORMS.get(path.suffix.lower(), "")
 
 
-def compressed(path: Path) -> bool:
-    """Whether the file is read through gzip: text or lines of JSON with .gz behind their names."""
-    return path.suffix.lower() == ".gz" and Path(path.stem).suffix.lower() in GZIP
-
-
 def file_status(source: Source) -> os.stat_result:
     """The file's size, date and so on. Raises UserError for a file that cannot be read."""
-    with _readable(source.path):
+    with readable(source.path):
         return source.path.stat()
 
 
@@ -120,7 +104,7 @@ def cut(
     Returns the part, and the number of lines or rows before the next part (None: no next part).
     """
     size = file_status(source).st_size
-    with _readable(source.path):
+    with readable(source.path):
         if form(source.path) == ".jsonl":
             return _cut_lines(source, start, number, room, size)
         if form(source.path) == ".parquet":
@@ -135,7 +119,7 @@ def read_documents(part: FilePart, field: Field) -> Iterator[Document]:
     and a .json file of records or a table that has the field.
     """
     path = part.source.path
-    with _readable(path):
+    with readable(path):
         if form(path) == ".jsonl":
             yield from (document for _, document in read_lines(part, field))
             return
@@ -147,7 +131,7 @@ def read_documents(part: FilePart, field: Field) -> Iterator[Document]:
                 f"{path} is no .jsonl or .parquet file, where {field} has conversations; take it "
                 f"out of the paths given, or, if it has one object a line, rename it to .jsonl"
             )
-        with _open(path) as file:
+        with open_text(path) as file:
             data = file.read()
     mark = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
     try:
@@ -213,40 +197,6 @@ def utf8_size(text: str, where: str) -> int:
         ) from error
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(
-            f"{path} is no gzip file, or damaged ({error}); copy it again, or take it out of the "
-            f"paths given"
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read: {error.strerror or error}; check the path and permissions"
-        ) from error
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[io.BufferedIOBase]:
-    """The file's text, decompressed. Raises UserError for what is compressed under another name."""
-    if compressed(path):
-        with gzip.open(path, "rb") as file:
-            yield file
-        return
-    with path.open("rb") as file:
-        start = file.read(max(map(len, COMPRESSED)))
-        for known, kind in COMPRESSED.items():
-            if start.startswith(known):
-                raise UserError(
-                    f"{path} is compressed ({kind}); decompress it, or take it out of the paths "
-                    f"given (only .jsonl.gz, .json.gz and .txt.gz are read as they are)"
-                )
-        file.seek(0)
-        yield file
-
-
 # ---- JSON lines
 
 
@@ -267,7 +217,7 @@ def _cut_lines(
 def read_lines(part: FilePart, field: Field) -> Iterator[tuple[int, Document]]:
     """The documents of a part of a file of lines, each with its line's number."""
     path = part.source.path
-    with _readable(path), _open(path) as lines:
+    with readable(path), open_text(path) as lines:
         if compressed(path):  # it is read from its beginning
             next(islice(lines, part.number, part.number), None)
         else:

@@ -33,6 +33,7 @@ def add_tokenizer_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tokenizer(options: argparse.Namespace) -> int:
+    from ladder.data.index import INDEX
     from ladder.data.sources import open_corpus
     from ladder.data.tokenizer import check_vocab_size, tokenizer_file, train_tokenizer
     from ladder.files import check_writable, refuse_inside
@@ -42,7 +43,7 @@ def run_tokenizer(options: argparse.Namespace) -> int:
     check_vocab_size(options.vocab_size)
     refuse_inside(options.out, options.paths)
     check_writable(tokenizer_file(options.out))
-    for name in ("index.json", "config.json", "checksums.json"):
+    for name in (INDEX, "config.json", "checksums.json"):
         if (tokenizer_file(options.out).parent / name).exists():
             raise UserError(
                 f"--out={options.out} holds prepared data or a model ({name}), whose tokens "

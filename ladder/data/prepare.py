@@ -30,7 +30,8 @@ import tokenizers
 
 from ladder.data import units as cutting
 from ladder.data.chat import EncodeChat
-from ladder.data.formats import Field, Source, compressed, file_status
+from ladder.data.compression import compressed
+from ladder.data.formats import Field, Source, file_status
 from ladder.data.index import INDEX, STORED, TOKEN_BYTES, VERSION
 from ladder.data.shards import KEPT, Unfinished, unfinished
 from ladder.data.sources import SPLITS, find_sources, heldout_below

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ladder.data.compression import compressed
 from ladder.data.formats import (
     Document,
     Field,
     FilePart,
     Source,
-    compressed,
     cut,
     form,
     read_documents,

@@ -66,14 +66,14 @@ def older_kernels(gpu: str) -> Machine | None:
     return _kept(gpu, "")
 
 
-def former_kernels(gpu: str, gpus: int) -> Machine | None:
-    """A GPU's decode kernels after those, measured on one GPU or several; None if none are kept."""
-    return _kept(gpu, "x1-former" if gpus == 1 else "-former")
+def former_kernels(machine: Machine) -> Machine | None:
+    """The decode kernels after those, measured on one GPU or several; None if none are kept."""
+    return _kept(machine.gpu, "x1-former" if machine.gpus == 1 else "-former")
 
 
-def uncut_kernels(gpu: str) -> Machine | None:
+def uncut_kernels(machine: Machine) -> Machine | None:
     """A GPU's decode kernels just before today's; None if none are kept."""
-    return _kept(gpu, "-uncut")
+    return _kept(machine.gpu, "-uncut")
 
 
 def _kept(gpu: str, which: str) -> Machine | None:

@@ -9,7 +9,7 @@ Where only a single GPU of a kind was measured, collectives come from GPUs that 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from ladder.perf.machine_files import (
 from ladder.perf.machine_files import load as load_measured
 
 DECLARED = FOLDER / "declared"
+KEPT = (former_kernels, uncut_kernels)  # by which a machine may have the decode kernels of then
 INSIDE, BETWEEN, HOST = "NVLink", "InfiniBand", "host"
 BASE_US = 8.4  # of any collective, in addition to its ring's steps: NCCL's own constant
 # A GPU of which only a single one was measured -> a GPU with the same links.
@@ -177,12 +178,12 @@ def with_older_kernels(machine: Machine) -> Machine | None:
 def with_former_kernels(machine: Machine) -> Machine:
     """The machine with the decode kernels after the older ones. The machine itself if `load` does
     not know it by its name, or if none are kept."""
-    return _former(machine.name) if _known(machine) else machine
+    return _then(machine.name, former_kernels) if _known(machine) else machine
 
 
 def with_uncut_kernels(machine: Machine) -> Machine:
     """As `with_former_kernels`, with the decode kernels just before today's."""
-    return _uncut(machine.name) if _known(machine) else machine
+    return _then(machine.name, uncut_kernels) if _known(machine) else machine
 
 
 def older_passes(machine: Machine) -> Machine | None:
@@ -217,7 +218,8 @@ def _known(machine: Machine) -> bool:
     """Whether it is what `load` returns for its name, with today's kernels or those before."""
     if machine.name not in (*shipped(), *names()):
         return False
-    return machine in (each(machine.name) for each in (_loaded, _former, _uncut))
+    then = (_then(machine.name, each) for each in KEPT)
+    return machine in (_loaded(machine.name), *then)
 
 
 @functools.cache
@@ -226,16 +228,10 @@ def _loaded(name: str) -> Machine:
 
 
 @functools.cache
-def _former(name: str) -> Machine:
+def _then(name: str, kernels: Callable[[Machine], Machine | None]) -> Machine:
+    """What `load` returns, with the decode kernels that are kept of a time before."""
     found = load(name)
-    kept = former_kernels(found.gpu, found.gpus)
-    return found if kept is None else with_steps_of(found, kept)
-
-
-@functools.cache
-def _uncut(name: str) -> Machine:
-    found = load(name)
-    kept = uncut_kernels(found.gpu)
+    kept = kernels(found)
     return found if kept is None else with_steps_of(found, kept)
 
 
@@ -333,8 +329,10 @@ def for_degree(machine: Machine, tp: int) -> Machine:
         one = _one(machine.gpu)
         if one is None or not _known(machine):
             return machine
-        former = machine != _loaded(machine.name)
-        return with_steps_of(machine, _former(one.name) if former else one)
+        if machine != _loaded(machine.name):
+            then = next(each for each in KEPT if machine == _then(machine.name, each))
+            one = _then(one.name, then)
+        return with_steps_of(machine, one)
     for found in relatives(machine):
         if found.gpus == tp:
             return with_links_of(machine, found)

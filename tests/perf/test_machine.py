@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ladder.perf.grid import matrix_rate
 from ladder.perf.links import fit_link
 from ladder.perf.machine import IN_8_BITS, Curve, Estimate, Machine, Value, with_links_of
 from ladder.perf.machine_files import OLDER, load, read, shipped, write
-from ladder.perf.nodes import with_former_kernels
+from ladder.perf.nodes import for_degree, with_former_kernels, with_uncut_kernels
 from ladder.perf.rows import CONVERTED, converting, product
 from tests import ROOT
 
@@ -279,6 +280,16 @@ def test_products_in_8_bits_have_curves_of_their_own() -> None:
     assert converting(bare, "fp8", 4) == dict(CONVERTED)[4.0]
     former = with_former_kernels(machine)
     assert product(former, x, 4, "int8") == product(former, x, 4, "bf16")
+
+
+@pytest.mark.parametrize("then", [with_former_kernels, with_uncut_kernels])
+def test_one_of_several_gpus_has_the_kernels_of_the_same_time(
+    then: Callable[[Machine], Machine],
+) -> None:
+    """Catches records of TP 1 that are predicted by the kernels of another time."""
+    several, one = then(load("h200x4")), then(load("h200x1"))
+    assert for_degree(several, 1).family("product") == one.family("product")
+    assert for_degree(several, 1).family("product") != load("h200x1").family("product")
 
 
 def test_what_stands_for_a_fit_of_8_bits_is_the_one_of_an_h200() -> None:
