@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from ladder.demo import options as demo
 from ladder.doctor import options as doctor
 from ladder.eval import options as evaluation
 from ladder.infer import options as infer
+from ladder.models.errors import UserError
 from ladder.parallel import launch
 from ladder.parser import Help, Parser, parse_words
 from ladder.perf import options as perf
@@ -50,7 +52,7 @@ class Verb(NamedTuple):
 GROUPS = {
     "tokenizer": "train a tokenizer",
     "data": "prepare training data",
-    "bench": "measure inference, communication and training",
+    "bench": "measure inference, training, all-reduces, operators and the machine",
 }
 VERBS = (
     Verb(
@@ -107,7 +109,7 @@ VERBS = (
     ),
     Verb(
         "eval",
-        "compare models on lm-evaluation-harness tasks",
+        "compare models on an offline suite (default) or tasks of lm-evaluation-harness",
         evaluation.add_options,
         evaluation.run,
         modules=("ladder.eval.command",),
@@ -208,7 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: unknown command {joined!r}{hint}; see `ladder --help`", file=sys.stderr)
         return 2
     options = parse_words(make_parser(), words)
-    verb: Verb = vars(options).pop("verb")  # the rest are the user's words
+    verb: Verb = vars(options).pop("verb")
+    flags: dict[str, str] = vars(options).pop("flags")  # the rest are the user's words
     # Set before torch is imported. GNU's OpenMP spins for milliseconds at a barrier, which makes
     # CPU training several times slower beside another process. A short spin costs nothing.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -222,8 +225,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # torchrun join their group first, so that they report a mistake once.
         code = 0
         if hasattr(options, "check") and launch.world_size() == 1:
-            code = launch.run(_checked, (options,))
-        return code or launch.run(verb.run, (options,), nproc, verb.modules or ("torch",))
+            code = launch.run(_run, (_checked, options, flags))
+        modules = verb.modules or ("torch",)
+        return code or launch.run(_run, (verb.run, options, flags), nproc, modules)
     except ValueError as error:  # of the launch itself
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -231,6 +235,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = [f"interrupted{launch.remedy(options)}", *getattr(stop, "__notes__", ())]
         print(*lines, sep="\n", file=sys.stderr)
         return 130
+
+
+def _run(
+    command: Callable[[argparse.Namespace], int],
+    options: argparse.Namespace,
+    flags: Mapping[str, str],
+) -> int:
+    """Run a command, whose errors about an option then name it as it is typed.
+
+    Functions that are also called from Python name their argument: vocab_size=10. flags: the
+    option of each name.
+    """
+    given = dict(vars(options))  # some commands fill in values that are not given
+    try:
+        return command(options)
+    except UserError as error:
+        error.args = (_as_typed(str(error), given, flags),)
+        raise
+
+
+def _as_typed(message: str, given: Mapping[str, Any], flags: Mapping[str, str]) -> str:
+    """The message with --NAME=VALUE in place of NAME=VALUE at its beginning, if that was given."""
+    name, _, rest = message.partition("=")
+    if name in flags and name in given:
+        for said in (str(given[name]), repr(given[name])):
+            if re.match(rf"{re.escape(said)}(?!\w|\.\d)", rest):
+                return f"{flags[name]}={given[name]}{rest.removeprefix(said)}"
+    return message
 
 
 def _checked(options: argparse.Namespace) -> int:
@@ -276,9 +308,11 @@ def _add_verb(commands: Any, name: str, verb: Verb) -> None:
         formatter_class=Help,
     )
     verb.add_options(parser)
-    parser.set_defaults(verb=verb)
     if verb.modules:
         parser.add_argument(
             "--nproc", type=int, default=1, help="processes to start; with GPUs, one for each"
         )
         parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    valued = (each for each in parser._actions if each.option_strings and each.nargs != 0)
+    flags = {each.dest: each.option_strings[-1] for each in valued}
+    parser.set_defaults(verb=verb, flags=flags)

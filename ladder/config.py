@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from os import PathLike
 from pathlib import Path
@@ -274,6 +275,15 @@ def model_config(
     return build(ModelConfig, data, where=f"model {name!r}")
 
 
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Inside a `with`, errors begin with `option`, such as `teacher=runs/a`."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{option}: {error}") from error
+
+
 def apply_overrides(
     data: dict[str, Any], overrides: Sequence[str], texts: Collection[str] = ()
 ) -> dict[str, Any]:
@@ -287,11 +297,15 @@ def apply_overrides(
     """
     data = dict(data)
     given: list[str] = []
-    for item in overrides:
+    for n, item in enumerate(overrides):
         key, equals, value = item.partition("=")
         outer, dot, inner = key.partition(".")
         if not equals or not outer or (dot and not inner):
-            raise UserError(f"override {item!r} is not of the form key=value")
+            asked = "KEY=VALUE"
+            if item and not equals:  # perhaps the value is the next word
+                following = [each for each in overrides[n + 1 : n + 2] if "=" not in each]
+                asked = f"{item}={following[0] if following else 'VALUE'}"
+            raise UserError(f"override {item!r} is not of the form key=value; write {asked}")
         for before in given:
             if before.startswith(f"{key}."):
                 raise UserError(
@@ -339,7 +353,9 @@ def _typed(key: str, value: Any, kind: str) -> Any:
         return None
     base = kind.removesuffix("| None").strip()
     known = {each.__name__: each for each in TYPES}
-    must = TYPES[known[base]] if base in known else "a list of numbers"
+    must = f"a list of numbers, for example {key}=[0.9,0.99]"
+    if base in known:
+        must = TYPES[known[base]]
     said = f"{key} has no value: it" if value is None else f"{key}={value!r}"
     wrong = UserError(f"{said} must be {must}")
     if base == "float":

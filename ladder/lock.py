@@ -152,21 +152,28 @@ def _take(path: Path, what: str) -> Lock:
     )
 
 
-def make_folder(path: Path) -> None:
-    """Create a folder and its parents if they do not exist. Raises UserError if that fails."""
+def make_folder(path: Path, what: str = "") -> None:
+    """Create a folder and its parents if they do not exist. Raises UserError if that fails.
+
+    what: the option and value for which it is made, for errors; by default `--out=PATH`.
+    """
+    what = what or f"--out={path}"
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        for each in (path, *path.parents):
+            if os.path.isfile(each):  # unlike Path.is_file, False where a folder may not be read
+                said = what if what.endswith(f"={each}") else f"{what}: {each}"
+                raise UserError(f"{said} is a file; give a folder") from error
         raise UserError(
-            f"cannot create the folder {path}: {error.strerror}; choose another path, or make it "
-            f"writable"
+            f"{what} cannot be created ({error.strerror}); choose another path, or make it writable"
         ) from error
 
 
 def _look(path: Path, what: str, last: bool) -> Lock | None:
     """The result of `_judge` for the lock file, which is made if it does not exist."""
     folder = path.parent
-    make_folder(folder)
+    make_folder(folder, what)
     created = True
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)

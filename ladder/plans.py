@@ -55,7 +55,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tp-degree",
         type=int,
-        help="number of ranks T, for plans that depend on it (that of a plan's records, else 4)",
+        help="number of ranks T, for plans that depend on it (default: the T in the plan file, or "
+        "4)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 

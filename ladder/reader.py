@@ -43,7 +43,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {reason(error)}") from error
     except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); the file is damaged") from error
+        raise UserError(
+            f"{path} is not valid JSON ({error}); the file is damaged: fetch it again"
+        ) from error
     if not isinstance(data, dict):
         raise UserError(f"{path} does not hold a JSON object; the file is damaged")
     return data

@@ -345,3 +345,13 @@ def test_a_run_that_was_killed_before_its_first_checkpoint(tmp_path: Path) -> No
         newest(tmp_path)
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     assert newest(tmp_path).name == "step-000002"
+
+
+def test_a_folder_that_holds_no_model_is_named_with_its_option(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^init=.* is neither a model folder"):
+        newest(tmp_path, "init=")
+    with pytest.raises(UserError, match=r"^init=.*none does not exist; give"):
+        newest(tmp_path / "none", "init=")
+    (tmp_path / "step-000002").mkdir()
+    with pytest.raises(UserError, match=r"^init=.* holds checkpoints .*; give .*step-000002$"):
+        newest(tmp_path, "init=")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -134,6 +135,94 @@ def test_generate_streams_batches_and_runs_on_ranks(
     assert capsys.readouterr().out.count("--- prompt") == 2
 
 
+def test_stop_strings_of_a_command(
+    trained: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of several tokens; on ranks, in batches and in files, and where the last token ends one."""
+    words = ["generate", str(trained / "run"), "--prompt", "def value", "--max-new-tokens"]
+    assert main([*words, "12", "--ignore-eos"]) == 0
+    whole = capsys.readouterr().out.removeprefix("def value").removesuffix("\n")
+    stop = whole[-5:-1]  # about two tokens
+    shown = whole[: whole.index(stop)]
+    ended = [*words, "20", "--ignore-eos", "--stop", "no such text", "--stop", stop]
+    assert main(ended) == 0
+    assert capsys.readouterr().out == f"def value{shown}\n"
+    ranks = start(main, [*ended, "--nproc", "2"]).result()
+    assert (ranks.returncode, ranks.stdout) == (0, f"def value{shown}\n")
+    assert main([*ended, "--prompt", "def value"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(f"ended by stop)\ndef value{shown}\n") == 2
+    count = int(out.partition("prompt 0 (")[2].split()[0])  # tokens; as many are enough
+    file = trained / "stopped.jsonl"
+    asked = [*words, str(count), "--ignore-eos", "--stop", stop, "--out", str(file)]
+    assert main(asked) == 0
+    assert capsys.readouterr().out == f"{file}: 1 completions\n"
+    (line,) = map(json.loads, file.read_text().splitlines())
+    assert line == {"prompt": "def value", "text": shown, "tokens": count, "reason": "stop"}
+    file.unlink()
+
+
+def from_stdin(text: str, words: list[str]) -> int:
+    """The command with this standard input."""
+    sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode()))
+    return main(words)
+
+
+def test_prompts_of_a_file_and_completions_in_one(
+    trained: Path, tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts = ["def value", "größer", "print\n"]
+    text = "".join(json.dumps({"prompt": prompt, "id": 3}) + "\n" for prompt in prompts) + "\n"
+    file.write_text(text)
+    words = ["generate", str(trained / "run"), "--max-new-tokens", "6"]
+    assert main([*words, *(word for prompt in prompts for word in ("--prompt", prompt))]) == 0
+    printed = capsys.readouterr().out
+    assert main([*words, "--prompts", str(file)]) == 0
+    assert capsys.readouterr().out == printed
+    assert main([*words, "--prompts", str(file), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: 3 completions\n"
+    lines = [json.loads(line) for line in out.read_text().split("\n")[:-1]]
+    assert [line["prompt"] for line in lines] == prompts
+    for i, line in enumerate(lines):
+        head = f"--- prompt {i} ({line['tokens']} tokens, ended by {line['reason']})\n"
+        assert f"{head}{line['prompt']}{line['text']}\n" in printed
+    # Ranks that are started have no standard input of their own.
+    again = tmp_path / "again.jsonl"
+    given = [*words, "--prompts", "-", "--out", str(again), "--nproc", "2"]
+    ranks = start(from_stdin, text, given).result()
+    assert ranks.returncode == 0, ranks.stderr
+    assert again.read_text() == out.read_text()
+    assert main([*words, "--prompts", str(file), "--out", str(file)]) == 2
+    assert f"--out={file} is the file of --prompts" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "--prompts", str(file), "--prompt", "a"])
+    assert "--prompt and --prompts exclude each other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("\n", 'prompts={} is empty; give lines such as {"prompt": "The"}'),
+        ('{"prompt": "a"}\n{"prompt": 3}', '{} line 2 has prompt=3; write it as {"prompt":'),
+        ('{"prompt": "a"}\n["b"]', "{} line 2 has a list; write"),
+        ('{"prompt": "a"}\n\n{"prompt": "a"}', "{} line 2 is not valid JSON"),
+        ('{"prompt": "\\ud800"}', "{} line 1 is not valid JSON (text that is not UTF-8"),
+        ('{"prompt": "a"}\n{"prompt": ""}', "{} line 2='' has no tokens; give some text"),
+        ('{"prompt": "' + "a b " * 2000 + '"}', "{} line 1 has "),
+    ],
+)  # fmt: skip
+def test_lines_that_are_no_prompts(
+    trained: Path, tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text(text)
+    command = ["generate", str(trained / "run"), "--prompts", str(file), "--out", str(out)]
+    assert main(command) == 2
+    assert said.replace("{}", str(file)) in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_generate_says_what_keeps_a_model_from_the_fused_kernels(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,16 +265,16 @@ def test_resume_through_the_command_line(trained: Path, start: Start) -> None:
         (["train", "{}/recipe.yaml", "learning_rate=1"], ["'learning_rate'", "known: data"]),
         (["train", "{}/recipe.yaml", "lrr=1"], ["did you mean 'lr'"]),
         (["train", "{}/recipe.yaml", "plan=laddder"], ["unknown plan 'laddder'", "'ladder'"]),
-        (["train", "{}/recipe.yaml", "steps"], ["not of the form key=value"]),
+        (["train", "{}/recipe.yaml", "steps"], ["not of the form key=value; write steps=VALUE"]),
+        (["train", "{}/recipe.yaml", "lr", "0.5"], ["'lr' is not of the form", "write lr=0.5"]),
         (["train", "{}/recipe.yaml", "steps=many"], ["steps='many' must be a whole number"]),
         (["train", "{}/recipe.yaml", "lr="], ["lr has no value: it must be a number"]),
-        (["train", "{}/recipe.yaml", "betas=1"], ["betas=1 must be a list of numbers"]),
+        (["train", "{}/recipe.yaml", "betas=1"], ["for example betas=[0.9,0.99]"]),
         (["train", "{}/recipe.yaml", "out=/proc/nope"], ["/proc/nope"]),
         (["train", "{}/recipe.yaml", "out="], ["out='' is no folder"]),
         (["train", "{}/recipe.yaml", "--device", "tpu"], ["--device=tpu"]),
         (["train", "{}/recipe.yaml", "out={}/data"], ["holds something else, index.json"]),
-        (["train", "{}/recipe.yaml", "out={}/recipe.yaml"],
-         ["cannot create the folder", "File exists; choose another path"]),
+        (["train", "{}/recipe.yaml", "out={}/recipe.yaml"], ["yaml is a file; give a folder"]),
         (["plans", "ladder@3-1"], ["is no range", "0-31", "lower one first"]),
         (["generate", "{}/run", "--prompt", "a", "--max-new-tokens", "0"], ["--max-new-tokens=0"]),
         (["convert", "sensitivity", "{}/run", "--data", "{}/data", "--layers", "1", "--out", "{}"],
@@ -197,9 +286,18 @@ def test_resume_through_the_command_line(trained: Path, start: Start) -> None:
         (["plans", "--model", "llama-9"], ["unknown model config 'llama-9'", "llama-3-8b"]),
         (["predict", "runs/no"], ["model config 'runs/no' does not exist; give a YAML file, or"]),
         (["generate", "/nowhere", "--prompt", "a"], ["/nowhere does not exist"]),
+        (["generate", "{}/run/checkpoints", "--prompt", "a"],
+         ["holds checkpoints of a run; give ", "/run (its newest) or ", "checkpoints/step-000004"]),
         (["generate", "{}/data", "--prompt", "a"], ["neither a model folder", "; give"]),
         (["generate", "{}/run", "--prompt", "a b " * 2000], ["max_seq_len=512"]),
-        (["generate", "{}/run", "--prompt", "a", "--stop", "a long text"], ["one token"]),
+        (["generate", "{}/run", "--prompt", "a", "--stop", ""], ["--stop='' has no text"]),
+        (["generate", "{}/run", "--prompt", "a", "--stop", "a <|endoftext|>"],
+         ["special token <|endoftext|> beside other text"]),
+        (["generate", "{}/run", "--prompt", "a", "--seed", "3"],
+         ["--seed=3 has no effect at temperature=0", "also give a temperature"]),
+        (["generate", "{}/run", "--prompts", "{}/no.jsonl"],
+         ["/no.jsonl cannot be read (No such file or directory); give a file of JSON lines"]),
+        (["generate", "{}/run", "--prompt", "a", "--out", "{}"], [": name a file in a folder"]),
         (["generate", "{}/run", "--prompt", "a", "--dtype", "int8"], ["--dtype=int8"]),
         (["generate", "{}/run", "--prompt", "a", "--tp", "4"], ["--nproc 4"]),
         (["generate", "{}/run", "--prompt", "a", "--tp", "-1"], ["--tp=-1 must be 0"]),
@@ -207,7 +305,7 @@ def test_resume_through_the_command_line(trained: Path, start: Start) -> None:
          ["unknown reducer 'pull'", "known: auto, async, push"]),
         (["generate", "{}/run", "--prompt", "a", "--reducer", "push"], ["--reducer=push"]),
         (["data", "prepare", "/no", "--tokenizer", "{}/tokenizer", "--out", "{}/x"], ["'/no'"]),
-        (["tokenizer", "train", "--vocab-size", "10", "--out", "{}/y"], ["vocab_size=10"]),
+        (["tokenizer", "train", "--vocab-size", "10", "--out", "{}/y"], ["--vocab-size=10"]),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(
@@ -221,7 +319,7 @@ def test_mistakes_are_one_line(
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, err
     for word in words:
-        assert word in errors[0]
+        assert word.replace("{}", str(trained)) in errors[0]
     assert sorted(trained.rglob("*")) == before
 
 
@@ -301,7 +399,7 @@ def test_ranks_that_disagree_are_told(trained: Path, tmp_path: Path, start: Star
     [
         (["train", "tiny", "lrr=1"], "unknown key 'lrr'"),
         (["generate", "/no", "--prompt", "x"], "/no does not exist"),
-        (["generate", "/no", "--prompt", "x", "--top-p", "2"], "top_p=2.0 must be"),
+        (["generate", "/no", "--prompt", "x", "--top-p", "2"], "--top-p=2.0 must be"),
         (["eval", "/no"], "/no does not exist"),
         (["eval", "/no", "--limit", "0"], "--limit=0 must be 1 or more"),
     ],
@@ -317,9 +415,9 @@ def test_options_that_differ_between_ranks_are_named(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One by one: not as all options of either rank."""
-    monkeypatch.setattr(launch, "gathered", lambda value: [value, {**value, "seed": 2}])
+    monkeypatch.setattr(launch, "gathered", lambda value: [value, {**value, "top_k": 2}])
     assert main(["generate", str(trained / "run"), "--prompt", "a", "--device", "cpu"]) == 2
-    assert "error: ranks disagree: seed is 0 on rank 0 and 2 on rank 1;" in capsys.readouterr().err
+    assert "error: ranks disagree: top_k is 0 on rank 0 and 2 on rank 1;" in capsys.readouterr().err
 
 
 def test_overrides_may_follow_options(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,8 +35,10 @@ def test_a_model_that_is_no_name_or_mapping(model: Any) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model"], "override 'model' is not of the form"),
-        (["=5"], "override '=5' is not of the form"),
+        (["model"], "override 'model' is not of the form key=value; write model=VALUE$"),
+        (["model", "tiny"], "override 'model' is not of the form key=value; write model=tiny$"),
+        (["model", "plan=ladder"], "override 'model' is not of .*; write model=VALUE$"),
+        (["=5"], "override '=5' is not of the form key=value; write KEY=VALUE$"),
         (["model.=5"], "override 'model.=5' is not of the form"),
         ([".num_layers=5"], "override '.num_layers=5' is not of the form"),
         (["model=5", "model.num_layers=2"], "reaches into model=5"),
@@ -178,6 +180,13 @@ def test_a_key_given_twice_is_refused(text: str, message: str, tmp_path: Path) -
     path.write_text(text)
     with pytest.raises(UserError, match=f"a.yaml is not valid YAML: {message}"):
         load_yaml(path)
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"caf\xe9: 1")
+    with pytest.raises(UserError, match=r"latin\.yaml: not UTF-8 text \(byte 3 is 0xe9\);"):
+        load_train_config(str(path), [])
 
 
 def test_a_merged_key_may_be_given_again(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_deep_model_is_planned_in_a_moment() -> None:
     """Each of these once took time that grows with the square of the layers."""
     for name in ("standard", "none", "dtp-10000"):
         assert resolve_plan(name, 10_000, 4).equal_reads[0]
-    with pytest.raises(UserError, match="num_layers=10001 must be from 1 to 10,000"):
+    with pytest.raises(UserError, match="num_layers=10001 must be a whole number from 1 to 10,000"):
         resolve_plan("ladder", 10_001)
 
 

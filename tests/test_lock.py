@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -75,6 +76,21 @@ def test_the_second_is_refused_and_nothing_is_left(path: Path, tmp_path: Path) -
     assert [each.name for each in path.parent.iterdir()] == ["kept"]
     with hold(path, "out=x"):
         pass
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_its_option(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path, words in (
+        (file, f"out={file} is a file; give a folder"),
+        (file / "run", f"out={file}/run: {file} is a file; give a folder"),
+        (Path("/proc/nope"), "out=/proc/nope cannot be created (No such file or directory); "),
+    ):
+        with (
+            pytest.raises(UserError, match=f"^{re.escape(words)}"),
+            hold(path / ".lock", f"out={path}"),
+        ):
+            raise AssertionError
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 5}', None])

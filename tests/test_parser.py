@@ -17,7 +17,9 @@ Captured = pytest.CaptureFixture[str]
     [
         ("bench inferense", "unknown command 'inferense' (did you mean 'inference'?); known: "
          "inference, comm, ops, train, machine; see `ladder bench --help`"),
-        ("generate", "missing: MODEL, --prompt; see `ladder generate --help`"),
+        ("generate", "missing: MODEL; see `ladder generate --help`"),
+        ("generate x", "one of the arguments --prompt --prompts is required; see `ladder generate "
+         "--help`"),
         ("train tiny --devise cpu steps=2",
          "unknown option --devise (did you mean '--device'?); a value of the recipe is given "
          "without dashes: devise=VALUE; see `ladder train --help`"),
@@ -61,6 +63,25 @@ def test_mistakes_are_one_line(line: str, told: str, capsys: Captured) -> None:
     captured = capsys.readouterr()
     assert captured.err == f"error: {told}\n"
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("generate /no --prompt x --top-p 1.5", "--top-p=1.5 must be"),
+        ("plans dtp-2 --tp-degree 0", "--tp-degree=0 must be"),
+        ("plans ladder@9 --layers 4", "layers='9' of plan"),  # not --layers, which is 4
+        ("data prepare --tokenizer x --out x --config {} --workers 3", "max_tokens=0 must be"),
+        ("train tiny steps=0", "steps=0 must be"),
+    ],
+)
+def test_an_error_names_the_option_that_was_typed(
+    line: str, told: str, tmp_path: Path, capsys: Captured
+) -> None:
+    """Functions name their argument; what a file or an override says keeps its name."""
+    (tmp_path / "data.yaml").write_text("max_tokens: 0")
+    assert main(line.format(tmp_path / "data.yaml").split()) == 2
+    assert capsys.readouterr().err.startswith(f"error: {told}")
 
 
 def test_an_argument_may_be_absent() -> None:

@@ -45,12 +45,12 @@ def work(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("tokenizer train --vocab-size 0 --out {}/x", "vocab_size=0 is too small"),
-        ("tokenizer train --vocab-size -5 --out {}/x", "vocab_size=-5 is too small"),
+        ("tokenizer train --vocab-size 0 --out {}/x", "--vocab-size=0 is too small"),
+        ("tokenizer train --vocab-size -5 --out {}/x", "--vocab-size=-5 is too small"),
         ("tokenizer train --out {}/file/x", "--out={}/file/x/tokenizer.json cannot be written"),
         ("tokenizer train --out /proc/x", "--out=/proc/x/tokenizer.json cannot be written"),
         ("tokenizer train {texts} --out {texts}/x", "--out={texts}/x is in {texts}, which is"),
-        ("data prepare --workers 1000000 --tokenizer {tok} --out {}/x", "workers=1000000 is too"),
+        ("data prepare --workers 1000000 --tokenizer {tok} --out {}/x", "--workers=1000000 is"),
         ("data prepare {texts} --tokenizer {tok} --out {}/file/x", "/file/x cannot be written"),
         (
             "data prepare {texts} --tokenizer {tok} --out {texts}/x",
@@ -84,7 +84,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bench train --model tiny --layers 99", "--layers=99 must be 1 to the 4 layers of tiny"),
         ("bench train --model tiny --layers -1", "--layers=-1 must be 1 to the 4 layers of tiny"),
         ("bench train --model tiny --seq-len 4096", "--seq-len=4096 must be 1 to the context of"),
-        ("bench train --model tiny --seq-len 0", "seq_len=0 must be 1 or more"),
+        ("bench train --model tiny --seq-len 0", "--seq-len=0 must be 1 or more"),
         ("bench train --model tiny --seq-len 64 --out {}/file", "{}/file/train.jsonl cannot be"),
         ("bench train --model tiny --batch 10000000000", "--batch=10000000000 is too large"),
         ("bench train --model tiny --nproc 1000000", "--nproc=1000000 is too many"),

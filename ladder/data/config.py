@@ -9,6 +9,8 @@ from typing import Any
 from ladder.config import build, find, load_mapping
 from ladder.models.errors import UserError, check_keys
 
+MOST_LEFT_OUT = 0.1  # the default of max_left_out
+
 
 @dataclass(frozen=True)
 class PrepareConfig:
@@ -23,7 +25,7 @@ class PrepareConfig:
     chat_field: str = ""
     chat_template: str | None = None
     heldout_fraction: float = 0.05
-    max_left_out: float = 0.1
+    max_left_out: float = MOST_LEFT_OUT
     max_tokens: int | None = None
     workers: int = 1
 

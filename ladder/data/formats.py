@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from ladder.data.compression import GZIP, compressed, open_text, readable
 from ladder.data.conversations import columns_beside, conversation_text, remedy_for, unusable
+from ladder.files import not_utf8
 from ladder.models.errors import UserError, kind_of
 
 ROWS = 1024  # rows of a Parquet file that are in memory as Python strings at once
@@ -137,10 +138,8 @@ def read_documents(part: FilePart, field: Field) -> Iterator[Document]:
     try:
         text = data[mark:].decode("utf-8")
     except UnicodeDecodeError as error:
-        at = mark + error.start
         raise UserError(
-            f"{path} is not UTF-8 text (byte {at} is 0x{data[at]:02x}); convert it, or take it out "
-            f"of the paths given"
+            f"{path} {not_utf8(error, mark)}; convert it, or take it out of the paths given"
         ) from error
     if path.suffix.lower() == ".json":
         _refuse_records(path, text, field)
@@ -241,6 +240,8 @@ def _text_of(line: bytes, where: str, field: Field) -> str:
         return _conversation_of(line, field)
     try:
         record = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} {not_utf8(error)}; convert the file") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not valid JSON ({error}); correct the line") from error
     if not isinstance(record, dict):

@@ -31,10 +31,11 @@ import tokenizers
 from ladder.data import units as cutting
 from ladder.data.chat import EncodeChat
 from ladder.data.compression import compressed
+from ladder.data.config import MOST_LEFT_OUT
 from ladder.data.formats import Field, Source, file_status
 from ladder.data.index import INDEX, STORED, TOKEN_BYTES, VERSION
 from ladder.data.shards import KEPT, Unfinished, unfinished
-from ladder.data.sources import SPLITS, find_sources, heldout_below
+from ladder.data.sources import SPLITS, TEXT_FIELD, find_sources, heldout_below
 from ladder.data.streams import Stream, recorded_commits
 from ladder.data.template import load_template
 from ladder.data.text import EncodeText
@@ -63,11 +64,11 @@ def prepare(
     out: str | Path,
     *,
     heldout_fraction: float = 0.05,
-    text_field: str = "text",
+    text_field: str = TEXT_FIELD,
     chat_field: str = "",
     chat_template: str | Path | None = None,
     shard_tokens: int = 2**24,
-    max_left_out: float = 0.1,
+    max_left_out: float = MOST_LEFT_OUT,
     max_tokens: int | None = None,
     workers: int = 1,
     overwrite: bool = False,
@@ -91,7 +92,8 @@ def prepare(
     Raises UserError for bad paths, a bad tokenizer, `out` or option, and where the unfinished work
     of a call with other arguments would be lost.
     """
-    _check_options(shard_tokens, workers, max_left_out, max_tokens, chat_field, chat_template)
+    _check_options(shard_tokens, workers, max_left_out, max_tokens)
+    _check_kind(text_field, chat_field, chat_template, max_left_out)
     refuse_inside(Path(out), [paths] if isinstance(paths, str | Path) else paths or (), "out")
     out = Path(out).resolve()
     _check_free(out, overwrite)
@@ -154,8 +156,6 @@ def _check_options(
     workers: int,
     max_left_out: float,
     max_tokens: int | None,
-    chat_field: str,
-    chat_template: str | Path | None,
 ) -> None:
     for option, value in (("shard_tokens", shard_tokens), ("workers", workers)):
         if value < 1:
@@ -170,11 +170,23 @@ def _check_options(
     most = most_processes()
     if workers > most:
         raise UserError(f"workers={workers} is too many for this machine; give {most} or fewer")
-    if chat_template is not None and not chat_field:
+
+
+def _check_kind(
+    text_field: str, chat_field: str, chat_template: str | Path | None, max_left_out: float
+) -> None:
+    """Refuse options of conversations without `chat_field`, and `text_field` beside it."""
+    if chat_field and text_field != TEXT_FIELD:
         raise UserError(
-            f"chat_template={chat_template} is for conversations; say where they are with "
-            f"--chat-field"
+            f"text_field={text_field} is for text; leave it out to prepare conversations "
+            f"(--chat-field={chat_field})"
         )
+    left_out = None if max_left_out == MOST_LEFT_OUT else max_left_out
+    for option, value in (("chat_template", chat_template), ("max_left_out", left_out)):
+        if value is not None and not chat_field:
+            raise UserError(
+                f"{option}={value} is for conversations; say where they are with --chat-field"
+            )
 
 
 @dataclass(frozen=True)

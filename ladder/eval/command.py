@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ladder.checkpoint import check_model, newest, trained_length
-from ladder.data.tokenizer import load_tokenizer
 from ladder.eval import offline, results, suites
 from ladder.eval.options import RESULTS, check
 from ladder.files import check_writable, make_folder, new_folder, write_text
@@ -27,6 +26,7 @@ from ladder.infer.load import (
     dtype_of,
     kinds_of,
     load_for_inference,
+    load_model_tokenizer,
 )
 from ladder.lock import remove_empty
 from ladder.models.errors import UserError
@@ -63,7 +63,7 @@ def eval_command(options: argparse.Namespace) -> int:
     for folder in folders.values():  # every model is checked before the first takes hours
         check_model(folder)
         kinds_of(options.weights, folder, device, options.activations)
-        open_template(folder, load_tokenizer(folder), options.chat_template)
+        open_template(folder, load_model_tokenizer(folder), options.chat_template)
     launch.agree(vars(options))
     own = suites.own(chosen, options.include_path)
     if options.text and not own:
@@ -132,14 +132,22 @@ def _compare(
     columns: dict[str, list[results.Metric]] = {}
     models: dict[str, dict[str, Any]] = {}
     rows: list[list[str]] = []
+    samples: dict[str, dict[str, Any]] = {}  # by model, with --log-samples
     # One length for all models: windows of another length give other bits per byte.
     lengths = {length for folder in folders.values() if (length := trained_length(folder))}
     window = min(lengths, default=None)
     notes: dict[str, str] = {}
 
     def run(name: str, folder: Path) -> None:
-        columns[name], models[name] = _run(options, device, name, folder, tasks, window)
+        found: dict[str, Any] = {}
+        columns[name], models[name] = _run(options, device, name, folder, tasks, window, found)
         if launch.rank() == 0:
+            if options.overwrite and len(models) == 1:  # those of older results
+                for file in out.glob(results.SAMPLES):
+                    file.unlink()
+            if options.log_samples:
+                samples[name] = found
+                results.write_samples(out, samples)
             facts = _facts(options, device, models, [*folders][len(models) :]) | notes
             rows[:] = write_results(columns, tasks["group_map"], facts, models, index, out)
 
@@ -162,7 +170,8 @@ def _compare(
             said = (f"{key}: {note}" for key, note in notes.items())
             print(aligned(rows), *said, sep="\n", flush=True)
     if rows:
-        print(f"{out / RESULTS}, {out / MARKDOWN}")
+        files = [RESULTS, MARKDOWN, *([results.SAMPLES] if options.log_samples else ())]
+        print(", ".join(str(out / file) for file in files))
 
 
 def _notes(tasks: Mapping[str, Any], lengths: Collection[int]) -> dict[str, str]:
@@ -189,8 +198,9 @@ def _run(
     folder: Path,
     tasks: dict[str, Any],
     window: int | None,
+    samples: dict[str, Any],
 ) -> tuple[list[results.Metric], dict[str, Any]]:
-    """The metrics of one model, and facts about the model. window: see `evaluate`."""
+    """The metrics of one model, and facts about the model. window, samples: see `evaluate`."""
     model = load_for_inference(
         folder,
         tp=options.tp,
@@ -209,7 +219,7 @@ def _run(
         print(f"{name}: {folder} ({dtype}{held})", flush=True)
     found = evaluate(
         model, folder, tasks, options.batch, options.limit, options.chat_template, options.cache,
-        window,
+        window, samples,
     )  # fmt: skip
     facts = {
         "folder": str(folder),
@@ -238,13 +248,15 @@ def evaluate(
     chat_template: str | None = None,
     cache: str = "auto",
     window: int | None = None,
+    samples: dict[str, Any] | None = None,
 ) -> list[results.Metric]:
     """The metrics of a sharded model (or of a model of the harness) on loaded tasks.
 
     Every rank calls this and gets the same. limit: examples of each task; None: all. chat_template:
     the template that examples are put into: a Jinja file's path, or "" for the tokenizer's own;
     None: they stay plain text. cache: the type of keys and values (Engine). window: the most tokens
-    per window when a whole text is scored (local_heldout); None: the model's context.
+    per window when a whole text is scored (local_heldout); None: the model's context. samples:
+    filled with the harness's records of the examples, by task.
     """
     from lm_eval import evaluator
     from lm_eval.api.model import LM
@@ -260,10 +272,13 @@ def evaluate(
             task_dict=tasks,
             limit=limit,
             bootstrap_iters=BOOTSTRAPS,
+            log_samples=True,  # the errors of ratios need them, too
             apply_chat_template=chat_template is not None,
             fewshot_as_multiturn=chat_template is not None,
         )
     assert found is not None
+    if samples is not None:
+        samples |= found["samples"]
     return results.metrics(found)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,14 @@ from ladder.data.template import LeftOut, open_template
 from ladder.data.tokenizer import (
     encode,
     end_of_text,
-    load_tokenizer,
     special_tokens,
 )
 from ladder.eval.scoring import Request, Score, score
 from ladder.infer.engine import Engine
+from ladder.infer.load import load_model_tokenizer
 from ladder.infer.sampling import Sampling
 from ladder.infer.settings import check_count, check_number
+from ladder.infer.text import stopper
 from ladder.models.errors import UserError
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
@@ -70,7 +71,7 @@ class LadderLM(TemplateLM):
         folder = newest(folder)
         self.model, self.batch = model, batch
         self.window = min(self.max_length, window or self.max_length)
-        self.tokenizer: Tokenizer = load_tokenizer(folder)
+        self.tokenizer: Tokenizer = load_model_tokenizer(folder)
         self.tokenizer.encode_special_tokens = False  # as in transformers
         self.template = open_template(folder, self.tokenizer, chat_template)
         stops = read_stop_tokens(folder)
@@ -283,21 +284,6 @@ def generation(
             f"max_seq_len={context}; leave the task out"
         )
     return {"count": count, "until": [*texts], **sampling}
-
-
-def stopper(tokenizer: Tokenizer, until: list[str]) -> Callable[[int, list[int]], bool] | None:
-    """A function: do the new tokens complete one of the stop sequences? None: there are none."""
-    until = [text for text in until if text]
-    if not until:
-        return None
-    # A token stands for at least one byte, and the tail's first may decode without its space.
-    longest = max(len(text.encode("utf-8")) for text in until) + 4
-
-    def ended(_: int, tokens: list[int]) -> bool:
-        tail = tokenizer.decode(tokens[-longest:], skip_special_tokens=False)
-        return any(text in tail for text in until)
-
-    return ended
 
 
 def _special(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:

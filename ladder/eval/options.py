@@ -63,6 +63,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--out", default="runs/eval", help="folder for results and the suite's data"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the results in --out")
+    parser.add_argument(
+        "--log-samples",
+        action="store_true",
+        help="also write each example and its answers, to samples_TASK.jsonl in --out",
+    )
     parser.set_defaults(check=check)
 
 

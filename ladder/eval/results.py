@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from ladder.files import write_text
 
 # Metrics that are a function of (sum of nats) / (sum of bytes or words).
 RATIOS = {"bits_per_byte": 1 / math.log(2), "byte_perplexity": None, "word_perplexity": None}
+
+
+SAMPLES = "samples_*.jsonl"  # in --out; * is the task
 
 
 @dataclass(frozen=True)
@@ -117,3 +125,21 @@ def markdown(rows: Sequence[Sequence[str]], facts: Mapping[str, Any]) -> str:
 
 def plain(columns: Mapping[str, Sequence[Metric]]) -> dict[str, list[dict[str, Any]]]:
     return {name: [asdict(each) for each in found] for name, found in columns.items()}
+
+
+def write_samples(out: Path, samples: Mapping[str, Mapping[str, Sequence[Any]]]) -> None:
+    """Write samples_TASK.jsonl in `out`: the harness's record of each example, for each model.
+
+    samples: the records by model and task. A file appears complete or not at all.
+    """
+    from lm_eval.utils import handle_non_serializable
+
+    lines: dict[str, list[str]] = {}
+    for model, tasks in samples.items():
+        for task, records in tasks.items():
+            for record in records:
+                line = {"model": model, "task": task, **record}
+                text = json.dumps(line, default=handle_non_serializable, ensure_ascii=False)
+                lines.setdefault(task, []).append(text + "\n")
+    for task, texts in lines.items():
+        write_text(out / SAMPLES.replace("*", re.sub(r"[^\w.-]", "-", task)), "".join(texts))

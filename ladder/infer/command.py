@@ -4,68 +4,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from itertools import chain
 
 import torch
 from tokenizers import Tokenizer
 
-from ladder.checkpoint import newest, read_stop_tokens
+from ladder.checkpoint import newest, read_config, read_stop_tokens
 from ladder.comm.access import common_push_refusal
 from ladder.data.template import ChatTemplate, LeftOut, open_template
-from ladder.data.tokenizer import encode, load_tokenizer
+from ladder.data.tokenizer import encode
 from ladder.infer.cache import check_cache_kind
 from ladder.infer.engine import NotFiniteError, device_of, generate
 from ladder.infer.fused import fuse_refusal
-from ladder.infer.load import load_for_inference
+from ladder.infer.lines import line_name, write_completions
+from ladder.infer.load import load_for_inference, load_model_tokenizer
 from ladder.infer.options import check
+from ladder.infer.text import TokenPrinter, before_stop, continuation, read_stops, stopper
 from ladder.models.errors import UserError
 from ladder.models.quantised import held_as
 from ladder.models.storage import SCALED
 from ladder.models.transformer import Transformer
 from ladder.parallel import launch
 from ladder.parallel.dispatch import size_text
-
-CONTEXT = 32  # about the number of earlier tokens with which a new token is decoded
-
-
-class TokenPrinter:
-    """Prints one completion token by token, and holds back characters whose bytes are incomplete.
-
-    prompt: the prompt's token ids. text: printed before the completion, with its first token. A new
-    token is decoded with only the last few tokens, so its time does not grow with the text. These
-    begin with a whole character: if its first byte is missing, decoders may lose all that follow.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], text: str) -> None:
-        self.tokenizer, self.before = tokenizer, text
-        self.tokens: list[int] = []  # not printed yet
-        start = max(0, len(prompt) - CONTEXT)
-        while start and tokenizer.decode(prompt[start:]).startswith("\ufffd"):
-            start -= 1
-        self.shown = [prompt[start:]]  # groups of tokens, each of whole characters
-
-    def _text(self) -> str:
-        return continuation(self.tokenizer, [*chain(*self.shown)], self.tokens)
-
-    def add(self, _: int, token: int) -> None:
-        self.tokens.append(token)
-        text = self._text()
-        if not text.endswith("\ufffd"):  # the bytes of a character may be split over tokens
-            sys.stdout.write(self.before + text)
-            sys.stdout.flush()
-            self.before = ""
-            self.shown.append(self.tokens)
-            self.tokens = []
-            if sum(map(len, self.shown[1:])) >= CONTEXT:
-                del self.shown[0]
-
-    def end(self) -> None:
-        print(self.before + self._text())
-
-
-def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """The text that `tokens` add to the prompt; decoded alone, they may lose a leading space."""
-    return str(tokenizer.decode(prompt + tokens))[len(tokenizer.decode(prompt)) :]
 
 
 def generate_command(options: argparse.Namespace) -> int:
@@ -75,20 +34,16 @@ def generate_command(options: argparse.Namespace) -> int:
     check_cache_kind(options.cache)
     folder = newest(options.model)
     launch.agree(vars(options))
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_model_tokenizer(folder)
     tokenizer.encode_special_tokens = False  # a prompt may hold special tokens, as templates do
     stop = set() if options.ignore_eos else set(read_stop_tokens(folder))
-    stop |= {_stop_token(tokenizer, text) for text in options.stop}
+    special, until = read_stops(tokenizer, options.stop)
+    stop |= special
     template = open_template(folder, tokenizer, _template_of(options))
-    if template is None:
-        prompts = [encode(tokenizer, text, "--prompt") for text in options.prompt]
-    else:
-        prompts = [_chat_prompt(template, tokenizer, text) for text in options.prompt]
-        if not options.ignore_eos:
-            stop.add(tokenizer.token_to_id(template.names["eos_token"]))
-    for text, prompt in zip(options.prompt, prompts, strict=True):
-        if not prompt:
-            raise UserError(f"--prompt={text!r} has no tokens; give some text")
+    context = read_config(folder, quantised=True).max_seq_len
+    prompts = _encoded(options, tokenizer, template, context)
+    if template is not None and not options.ignore_eos:
+        stop.add(tokenizer.token_to_id(template.names["eos_token"]))
     model = load_for_inference(
         folder,
         tp=options.tp,
@@ -102,8 +57,9 @@ def generate_command(options: argparse.Namespace) -> int:
     if main and device_of(model).type == "cuda" and (reason := fuse_refusal(model)):
         print(f"decodes without fused kernels, which cannot run {reason}", file=sys.stderr)
     printer = None
-    if main and len(prompts) == 1:
-        printer = TokenPrinter(tokenizer, prompts[0], options.prompt[0] if template is None else "")
+    if main and len(prompts) == 1 and options.out is None:
+        begun = options.prompt[0] if template is None else ""
+        printer = TokenPrinter(tokenizer, prompts[0], begun, until)
     try:
         with torch.inference_mode():
             results = generate(
@@ -114,6 +70,7 @@ def generate_command(options: argparse.Namespace) -> int:
                 sampling=sampling,
                 stop=stop,
                 on_token=None if printer is None else printer.add,
+                ended=stopper(tokenizer, until, prompts),
             )
     except KeyboardInterrupt:
         if printer is not None:
@@ -131,15 +88,26 @@ def generate_command(options: argparse.Namespace) -> int:
     text = _picked_reducers(model, options.reducer)
     if text and main:
         print(f"reducer picked: {text}", file=sys.stderr)
-    if printer is not None:
-        if results[0].reason == "context":
-            room = model.config.max_seq_len
-            print(f"ended by the model's context of {room} tokens", file=sys.stderr)
-    elif main:
-        for i, (prompt, result) in enumerate(zip(options.prompt, results, strict=True)):
-            print(f"--- prompt {i} ({len(result.tokens)} tokens, ended by {result.reason})")
-            told = prompt if template is None else f"{prompt}\n"
-            print(told + continuation(tokenizer, prompts[i], result.tokens))
+    found = []
+    for given, prompt, result in zip(options.prompt, prompts, results, strict=True):
+        whole = continuation(tokenizer, prompt, result.tokens)
+        shown = before_stop(whole, until)
+        ended = result.reason if shown == whole else "stop"  # the last token may complete one
+        count = len(result.tokens)
+        found.append({"prompt": given, "text": shown, "tokens": count, "reason": ended})
+    if not main:
+        return 0
+    if options.out is not None:
+        write_completions(options.out, found)
+        print(f"{options.out}: {len(found)} completions")
+    elif printer is not None:
+        if found[0]["reason"] == "context":
+            print(f"ended by the model's context of {context} tokens", file=sys.stderr)
+    else:
+        for i, each in enumerate(found):
+            print(f"--- prompt {i} ({each['tokens']} tokens, ended by {each['reason']})")
+            told = each["prompt"] if template is None else f"{each['prompt']}\n"
+            print(told + each["text"])
     return 0
 
 
@@ -148,15 +116,40 @@ def _template_of(options: argparse.Namespace) -> str | None:
     return options.chat_template or ("" if options.chat else None)
 
 
-def _chat_prompt(template: ChatTemplate, tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a chat in which the user has said `text`, up to the answer."""
+def _encoded(
+    options: argparse.Namespace, tokenizer: Tokenizer, template: ChatTemplate | None, context: int
+) -> list[list[int]]:
+    """The tokens of each prompt. Raises UserError for one that does not fit the model's context."""
+    prompts = []
+    for number, text in enumerate(options.prompt, 1):
+        what = line_name(options.prompts, number) if options.prompts else "--prompt"
+        if template is None:
+            prompt = encode(tokenizer, text, what)
+        else:
+            prompt = _chat_prompt(template, tokenizer, text, what)
+        if not prompt:
+            raise UserError(f"{what}={text!r} has no tokens; give some text")
+        if len(prompt) >= context:
+            raise UserError(
+                f"{what} has {len(prompt)} tokens and the model's context is "
+                f"max_seq_len={context}; shorten it to {context - 1} or fewer"
+            )
+        prompts.append(prompt)
+    return prompts
+
+
+def _chat_prompt(template: ChatTemplate, tokenizer: Tokenizer, text: str, what: str) -> list[int]:
+    """The tokens of a chat in which the user has said `text`, up to the answer.
+
+    what: the prompt's name in errors.
+    """
     try:
         chat = template.render([{"role": "user", "content": text}], prompt=True)
     except LeftOut as reason:
         raise UserError(
-            f"--prompt={text!r} makes a conversation {reason}; give another --chat-template"
+            f"{what}={text!r} makes a conversation {reason}; give another --chat-template"
         ) from reason
-    return encode(tokenizer, chat, "--prompt", special=False)
+    return encode(tokenizer, chat, what, special=False)
 
 
 def _picked_reducers(model: Transformer, wanted: str) -> str:
@@ -167,14 +160,3 @@ def _picked_reducers(model: Transformer, wanted: str) -> str:
         if why:
             return f"async (push: {why})"
     return ", ".join(f"{size_text(size)} {name}" for size, name in sorted(sizes.items()))
-
-
-def _stop_token(tokenizer: Tokenizer, text: str) -> int:
-    ids = encode(tokenizer, text, "--stop", special=False)
-    known = tokenizer.token_to_id(text)
-    ids = ids if known is None else [known]
-    if len(ids) != 1:
-        raise UserError(
-            f"--stop={text!r} is {len(ids)} tokens of this tokenizer; give the text of one token"
-        )
-    return int(ids[0])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from tokenizers import Tokenizer
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import (
@@ -20,6 +21,7 @@ from ladder.checkpoint import (
     refuse_damage,
 )
 from ladder.config import DTYPES
+from ladder.data.tokenizer import FILE, SENTENCEPIECE, load_tokenizer
 from ladder.kernels.eight_bits import product_refusal
 from ladder.models.errors import UserError, unknown
 from ladder.models.layers import local
@@ -37,6 +39,13 @@ from ladder.parallel.prefill import FusedPrompts
 
 ACTIVATIONS = ("auto", "fp8")
 Result = TypeVar("Result")
+
+
+def load_model_tokenizer(folder: Path) -> Tokenizer:
+    """`load_tokenizer` of a model's folder, for which no other tokenizer will do."""
+    if not any((folder / name).is_file() for name in (FILE, SENTENCEPIECE)):
+        raise UserError(f"no tokenizer at {folder / FILE}; copy the model's own {FILE} there")
+    return load_tokenizer(folder)
 
 
 def as_dtype(name: str) -> torch.dtype | None:

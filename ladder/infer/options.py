@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
+from ladder.files import check_names_file, check_writable
 from ladder.folders import newest
+from ladder.infer.lines import read_prompts
 from ladder.infer.settings import Sampling
 from ladder.models.errors import UserError
 from ladder.next_step import say_next
+from ladder.parallel import launch
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +23,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="folder of a run, a checkpoint, or a Hugging Face model",
     )
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", action="append", help="text to continue; may be repeated")
+    prompts.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='JSON lines, each with a "prompt", to continue as one batch; -: standard input',
+    )
     parser.add_argument(
-        "--prompt", action="append", required=True, help="text to continue; may be repeated"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the completions there, as JSON lines, in place of printing them",
     )
     parser.add_argument(
         "--chat",
@@ -47,12 +61,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="sample from the likeliest tokens of this total probability",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    parser.add_argument("--seed", type=int, help="seed of the sampling (0)")
     parser.add_argument(
         "--stop",
         action="append",
         default=[],
-        help="text of a token that ends a completion; may be repeated",
+        help="text that ends a completion, which is printed without it; may be repeated",
     )
     parser.add_argument(
         "--ignore-eos", action="store_true", help="continue past the end-of-text token"
@@ -69,11 +83,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> Sampling:
-    """The sampling that the options ask for. Raises UserError for mistakes that cost no work."""
+    """The sampling that the options ask for. Raises UserError for mistakes that cost no work.
+
+    It also reads the prompts of --prompts into `options.prompt`: ranks that a launcher starts have
+    no standard input.
+    """
     if options.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens={options.max_new_tokens} must be 1 or more")
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed or 0)
+    if sampling.temperature == 0 and options.seed is not None:
+        raise UserError(
+            f"--seed={options.seed} has no effect at temperature=0 (greedy); also give a "
+            f"temperature, as 0.8, or leave --seed out"
+        )
+    if "" in options.stop:
+        raise UserError("--stop='' has no text; give some text, or leave --stop out")
     newest(options.model)
+    if options.out is not None and launch.rank() == 0:
+        check_names_file(options.out, "--out")
+        if options.prompts and os.path.realpath(options.prompts) == os.path.realpath(options.out):
+            raise UserError(f"--out={options.out} is the file of --prompts; give another path")
+        check_writable(options.out)
+    if options.prompts is not None and options.prompt is None:
+        options.prompt = read_prompts(options.prompts)
     return sampling
 
 

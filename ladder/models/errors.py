@@ -30,6 +30,8 @@ def brief(text: str, most: int = 2000) -> str:
 
 def reason(error: Exception) -> str:
     """Why a file cannot be read, without an OSError's path, which the error's line already has."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x})"
     return str(getattr(error, "strerror", None) or error)
 
 

@@ -126,11 +126,14 @@ class Plan:
     tp_degree: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sublayers", tuple(self.sublayers))  # a list could change later
         if not self.sublayers:
             raise UserError(f"plan {self.name!r} has no sublayers")
         expected = "attention"
         for n, record in enumerate(self.sublayers):
             where = f"sublayer {n} of plan {self.name!r}"
+            if not isinstance(record, SublayerRecord):
+                raise UserError(f"{where} is {record!r}; give SublayerRecords or use resolve_plan")
             record.validate(where)
             if expected == "mlp" and record.kind != "mlp":
                 raise UserError(
@@ -348,11 +351,8 @@ class Plan:
     @cached_property
     def blocking(self) -> tuple[bool, ...]:
         """Whether each reduce blocks: its sum is waited for before anything else is launched."""
-        waited = {}
-        for n, read in enumerate(self.landings):
-            for landing in read:
-                if landing.summed:
-                    waited[landing.output] = n
+        reads = enumerate(self.landings)
+        waited = {each.output: n for n, read in reads for each in read if each.summed}
         return tuple(waited.get(n) == n + 1 for n in range(len(self.sublayers)))
 
     @cached_property

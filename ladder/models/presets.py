@@ -15,10 +15,10 @@ A specification is one of
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from os import PathLike
 from typing import Any
 
 from ladder.models.errors import UserError, check_keys, unknown
@@ -50,11 +50,10 @@ def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) 
     tp_degree: T, if it is part of the model (`dtp-D` scales by its square root).
     Raises UserError for an invalid plan, and for one of another number of layers or another T.
     """
-    if not 1 <= num_layers <= MOST_LAYERS:
-        raise UserError(f"num_layers={num_layers} must be from 1 to {MOST_LAYERS:,}")
-    if tp_degree is not None and not 1 <= tp_degree <= MOST_RANKS:
-        raise UserError(f"tp_degree={tp_degree} must be from 1 to {MOST_RANKS:,}")
-    if isinstance(spec, str | PathLike) and (file := str(spec)).endswith(FILES):
+    _check_whole("num_layers", num_layers, MOST_LAYERS)
+    if tp_degree is not None:
+        _check_whole("tp_degree", tp_degree, MOST_RANKS)
+    if isinstance(spec, str | os.PathLike) and (file := str(spec)).endswith(FILES):
         raise UserError(
             f"plan={file!r} names a file; read it first: plan=ladder.config.load_plan({file!r})"
         )
@@ -83,6 +82,12 @@ def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) 
             f"tp_degree={plan.tp_degree}"
         )
     return plan
+
+
+def _check_whole(name: str, value: Any, most: int, where: str = "") -> None:
+    """Raise UserError unless it is a whole number from 1 to `most`."""
+    if type(value) is not int or not 1 <= value <= most:
+        raise UserError(f"{name}={value!r}{where} must be a whole number from 1 to {most:,}")
 
 
 def _scaled(spec: Any) -> bool:
@@ -120,10 +125,8 @@ def _from_mapping(spec: Mapping[str, Any], num_layers: int, tp_degree: int | Non
     if len(lists) != 1:
         raise UserError(f"{where} needs one of the keys layers and sublayers, and not both")
     own = spec.get("tp_degree")
-    if own is not None and (type(own) is not int or not 1 <= own <= MOST_RANKS):
-        raise UserError(
-            f"tp_degree={own!r} of {where} must be a whole number from 1 to {MOST_RANKS:,}"
-        )
+    if own is not None:
+        _check_whole("tp_degree", own, MOST_RANKS, f" of {where}")
     records = tuple(_from_list(lists[0], num_layers, tp_degree, where))
     return Plan(records, name, tp_degree if own is None and _scaled(lists[0]) else own)
 
@@ -325,6 +328,11 @@ def _preset(
         raise UserError(
             f"unknown plan {name!r}: several plans are separated by spaces; one of presets on "
             f"layers has ranges, as ladder@0-3,desync-2x@4-7"
+        )
+    if os.path.exists(name):
+        raise UserError(
+            f"plan {name!r} is a path, but a plan's file has a name that ends in one of "
+            f"{', '.join(FILES)}; rename the file, or give a preset's name"
         )
     raise unknown("plan", name, PRESETS)
 

@@ -17,7 +17,12 @@ from ladder.comm import collectives
 from ladder.ops.calls import rows_back, rows_first
 from ladder.ops.landings import land
 from ladder.ops.products import product
-from ladder.ops.registry import ANY_ORDER, implement
+from ladder.ops.registry import ANY_ORDER, Call, implement
+
+
+def empty_refusal(call: Call) -> str | None:
+    """Why the rows cannot be cut from one matrix: one without elements does not say how many."""
+    return "a size is 0; there is nothing to add" if 0 in call.sizes else None
 
 
 def scattered_sum(group: dist.ProcessGroup, rows: Tensor, average: bool = False) -> Tensor:
@@ -36,7 +41,7 @@ def summed(group: dist.ProcessGroup, partial: Tensor) -> Tensor:
     return partial
 
 
-@implement("reduce_scatter", ANY_ORDER, ordered=False)
+@implement("reduce_scatter", ANY_ORDER, empty_refusal, ordered=False)
 def collective_reduce_scatter(
     group: dist.ProcessGroup, x: Tensor, reduce_op: str, scatter_dim: int
 ) -> Tensor:
@@ -49,7 +54,7 @@ def collective_all_reduce(group: dist.ProcessGroup, x: Tensor) -> Tensor:
     return summed(group, x.clone(memory_format=torch.contiguous_format))
 
 
-@implement("matmul_reduce_scatter", ANY_ORDER, ordered=False)
+@implement("matmul_reduce_scatter", ANY_ORDER, empty_refusal, ordered=False)
 def collective_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
 ) -> Tensor:
@@ -69,7 +74,7 @@ def collective_linear_all_reduce(group: dist.ProcessGroup, x: Tensor, weight: Te
     return summed(group, F.linear(x, weight))
 
 
-@implement("matmul_reduce_scatter_add_rms_norm", ANY_ORDER, ordered=False)
+@implement("matmul_reduce_scatter_add_rms_norm", ANY_ORDER, empty_refusal, ordered=False)
 def collective_scatter_landing(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
     scatter_dim: int,

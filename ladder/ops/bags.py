@@ -24,7 +24,7 @@ from ladder.kernels.bags import pool_bags
 from ladder.models.errors import UserError
 from ladder.ops import exchange
 from ladder.ops.calls import execute, operator, size_of
-from ladder.ops.checks import check_like, check_rows, check_whole, resolve
+from ladder.ops.checks import check_dims, check_like, check_whole, resolve
 from ladder.ops.registry import define, implement
 
 MODES = ("sum", "mean")
@@ -41,10 +41,11 @@ def _check_tables(weights: list[Tensor]) -> None:
         raise UserError("weights is empty; give every rank a table or more")
     first = weights[0]
     check_like("weights[0]", first, **{f"weights[{n}]": each for n, each in enumerate(weights)})
+    check_dims("weights[0]", first, 2)
     for n, each in enumerate(weights):
-        if each.dim() != 2 or each.shape[1] != first.shape[-1]:
+        if each.dim() != 2 or each.shape[1] != first.shape[1]:
             raise UserError(
-                f"weights[{n}] has shape {list(each.shape)}; expected [rows, {first.shape[-1]}]"
+                f"weights[{n}] has shape {list(each.shape)}; expected [rows, {first.shape[1]}]"
             )
 
 
@@ -75,13 +76,18 @@ def _check_shapes(
     _counted(ranks, len(weights), offsets, table_counts)
 
 
+def _check_pooled_gradient(grad: Tensor) -> None:
+    check_like("grad", grad)
+    check_dims("grad", grad, 2)
+
+
 # The lengths of the bags differ between ranks, so they are no sizes.
 define("embedding_bag_all_to_all", SIZES, _measure, _check_shapes)
 define(
     "embedding_bag_all_to_all_backward",
     ("batch", "columns"),
     lambda ranks, grad: (ranks * grad[0], grad[1]),
-    lambda ranks, grad: check_like("grad", grad),
+    lambda ranks, grad: _check_pooled_gradient(grad),
 )
 
 
@@ -265,8 +271,7 @@ def _check_gradient(
     table_counts: list[int] | None,
 ) -> list[int]:  # fmt: skip
     """The number of tables of each rank."""
-    check_rows("grad", grad)
-    check_like("grad", grad)
+    _check_pooled_gradient(grad)
     if not rows:
         raise UserError("rows is empty; give the rows of each table")
     _check_bags(indices, offsets, mode, "grad", grad)

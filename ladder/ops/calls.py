@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,25 @@ from ladder.ops import choice
 from ladder.ops.checks import check_backend, resolve
 from ladder.ops.registry import OPERATORS, call_of
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _ON_CUDA = Library("ladder", "FRAGMENT")
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function so that autocast converts nothing in it.
+
+    An operator's kernel and its backward formula run with the caller's autocast, which would
+    round their products to 16 bits.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C._DisableAutocast():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], CustomOpDef]:
@@ -43,6 +62,7 @@ def rows_of(shape: Sequence[int]) -> int:
     return rows
 
 
+@without_autocast
 def execute(op: str, group_name: str, like: Tensor, shapes: tuple[Any, ...], *args: Any) -> Any:
     """Run `op` on arguments that have been checked. shapes: for the operator's `measure`."""
     group = resolve(group_name)

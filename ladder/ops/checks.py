@@ -83,6 +83,11 @@ def check_rows(name: str, x: Tensor) -> None:
         raise UserError(f"{name} has shape {list(x.shape)}; expected two dimensions or more")
 
 
+def check_dims(name: str, tensor: Tensor, dims: int) -> None:
+    if tensor.dim() != dims:
+        raise UserError(f"{name} has shape {list(tensor.shape)}; expected {dims} dimensions")
+
+
 def check_shape(name: str, tensor: Tensor, expected: list[int], why: str) -> None:
     if list(tensor.shape) != expected:
         raise UserError(f"{name} has shape {list(tensor.shape)}; expected {expected}, {why}")

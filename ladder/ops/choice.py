@@ -137,7 +137,7 @@ def explain(
         assert dist.group.WORLD is not None
         ranks = dist.get_world_size()
         any_order = allows_any_order(dist.group.WORLD) if any_order is None else any_order
-    if isinstance(ranks, bool) or not isinstance(ranks, Integral) or ranks < 1:
+    if not _whole(ranks) or ranks < 1:
         raise UserError(f"ranks={ranks!r} must be a whole number, 1 or more")
     if device is None:
         device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -157,7 +157,8 @@ def explain(
 def _check_given(operator: Operator, shapes: Sequence[Any], arguments: Mapping[str, Any]) -> str:
     """The names of the tensors whose shapes `explain` takes.
 
-    Raises UserError for another number of shapes, and for an argument that is unknown or left out.
+    Raises UserError for another number of shapes, and for an argument that is unknown, left out, or
+    no number.
     """
     _, *taken = inspect.signature(operator.measure).parameters.values()
     tensors = [each for each in taken if each.name not in NUMBERS]
@@ -174,10 +175,19 @@ def _check_given(operator: Operator, shapes: Sequence[Any], arguments: Mapping[s
             f"{'was' if given == 1 else 'were'} given"
         )
     check_keys(f"explain for {operator.name}", arguments, [each.name for each in numbers])
+    if not _whole(arguments.get("capacity", 1)):
+        raise UserError(f"capacity={arguments['capacity']!r} must be a whole number, 1 or more")
+    counts = arguments.get("table_counts")
+    if counts is not None and not (isinstance(counts, list | tuple) and all(map(_whole, counts))):
+        raise UserError(f"table_counts={counts!r} must be a list, of each rank's number of tables")
     for each in numbers:
         if each.default is each.empty and each.name not in arguments and given == len(shapes):
             raise UserError(f"{operator.name} needs {each.name}, too; give {each.name}=NUMBER")
     return names
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _tensors(shape: Any, dtype: torch.dtype) -> Any:

@@ -14,7 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.models.errors import UserError
-from ladder.ops.calls import execute, gathered, operator, rows_of, scattered, size_of
+from ladder.ops.calls import (
+    execute,
+    gathered,
+    operator,
+    rows_of,
+    scattered,
+    size_of,
+    without_autocast,
+)
 from ladder.ops.checks import (
     check_dim,
     check_divisible,
@@ -127,6 +135,7 @@ def _gather_setup(
     ctx.set_materialize_grads(False)
 
 
+@without_autocast
 def _gather_backward(ctx: Any, grad_A: Any, grads: list[Any]) -> tuple[Any, ...]:
     A, *Bs = ctx.saved_tensors
     needs_A, needs_Bs = ctx.needs_input_grad[:2]
@@ -221,6 +230,7 @@ def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(A, B)
 
 
+@without_autocast
 def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return *scatter_gradients(ctx, averaged(ctx, grad), *ctx.saved_tensors), None, None, None
 

@@ -19,7 +19,7 @@ from ladder.jit import DTYPES
 from ladder.kernels.limits import MAX_SIZE
 from ladder.kernels.prefill import MAX_PIECES, land_rows
 from ladder.ops import exchange
-from ladder.ops.calls import execute, operator, rows_of, scattered, size_of
+from ladder.ops.calls import execute, operator, rows_of, scattered, size_of, without_autocast
 from ladder.ops.checks import (
     check_dim,
     check_divisible,
@@ -173,6 +173,7 @@ def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(A, B, output[0], weight)
 
 
+@without_autocast
 def _scatter_backward(ctx: Any, grad_landed: Tensor, grad_normed: Tensor) -> tuple[Any, ...]:
     A, B, landed, weight = ctx.saved_tensors
     of_sum, of_weight = norm_backward(ctx, landed, weight, grad_landed, grad_normed)
@@ -221,6 +222,7 @@ def _everywhere_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(A, B, output[0], weight)
 
 
+@without_autocast
 def _everywhere_backward(ctx: Any, grad_landed: Tensor, grad_normed: Tensor) -> tuple[Any, ...]:
     A, B, landed, weight = ctx.saved_tensors
     of_sum, of_weight = norm_backward(ctx, landed, weight, grad_landed, grad_normed)

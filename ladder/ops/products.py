@@ -21,7 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.ops import exchange
-from ladder.ops.calls import execute, gathered, operator, rows_of, scattered, size_of
+from ladder.ops.calls import (
+    execute,
+    gathered,
+    operator,
+    rows_of,
+    scattered,
+    size_of,
+    without_autocast,
+)
 from ladder.ops.checks import (
     check_dim,
     check_divisible,
@@ -241,6 +249,7 @@ def _save_both(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(A, B)
 
 
+@without_autocast
 def _matmul_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     A, B = ctx.saved_tensors
     total = all_reduce(grad, ctx.group)
@@ -269,6 +278,7 @@ def _(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+@without_autocast
 def _linear_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     total = all_reduce(grad, ctx.group)

@@ -1,8 +1,8 @@
 """Rows that go to the rank that owns them: all_to_all_rows, return_rows, matmul_all_to_all.
 
 How many rows a rank sends to each other one is known on the device only. So every rank has room for
-`capacity` rows of each of the T ranks, shapes do not depend on the data, and what did not fit is
-counted. Rows keep their order: row j of piece q is the j-th row of rank q that this rank owns.
+`capacity` rows of each of the T ranks, shapes do not depend on the data, and the owner counts what
+did not fit. Rows keep their order: row j of piece q is the j-th row of rank q that this rank owns.
 
 `return_rows` is the adjoint of `all_to_all_rows`: rows go back to where they came from, and those
 that were not sent get zeros. So it also brings back what experts computed, and the gradient of
@@ -21,7 +21,7 @@ from torch import Tensor
 from ladder.models.errors import UserError
 from ladder.ops import exchange
 from ladder.ops.calls import execute, operator, size_of
-from ladder.ops.checks import check_dtype, check_like, check_shape, check_whole
+from ladder.ops.checks import check_dims, check_dtype, check_like, check_shape, check_whole
 from ladder.ops.registry import MOVABLE, define, implement
 
 Sent = tuple[Tensor, Tensor, Tensor]  # rows [T, capacity, D], counts [T], overflow []
@@ -32,27 +32,30 @@ def _check_capacity(capacity: int) -> None:
         raise UserError(f"capacity={capacity}; expected 1 row or more")
 
 
-def _check_dims(name: str, tensor: Tensor, dims: int) -> None:
-    if tensor.dim() != dims:
-        raise UserError(f"{name} has shape {list(tensor.shape)}; expected {dims} dimensions")
+def _check_returned_gradient(ranks: int, grad: Tensor, h: Tensor, W: Tensor) -> None:
+    _check_matrices(h, W)
+    check_like("h", h, grad=grad)
+    check_dims("grad", grad, 3)
+    expected = [ranks, grad.shape[1], W.shape[2]]
+    check_shape("grad", grad, expected, "rows of each rank, of as many columns as W")
 
 
 def _check_sent(ranks: int, x: Tensor, capacity: int) -> None:
     check_dtype("x", x, MOVABLE)
-    _check_dims("x", x, 2)
+    check_dims("x", x, 2)
     _check_capacity(capacity)
 
 
 def _check_returned(ranks: int, rows: Tensor) -> None:
     check_dtype("rows", rows, MOVABLE)
-    _check_dims("rows", rows, 3)
+    check_dims("rows", rows, 3)
     check_shape("rows", rows, [ranks, *rows.shape[1:]], f"a piece for each of {ranks} ranks")
 
 
 def _check_matrices(h: Tensor, W: Tensor) -> None:
     check_like("h", h, W=W)
-    _check_dims("h", h, 2)
-    _check_dims("W", W, 3)
+    check_dims("h", h, 2)
+    check_dims("W", W, 3)
     check_shape("W", W, [W.shape[0], h.shape[1], W.shape[2]], "[experts, columns of h, n]")
 
 
@@ -74,7 +77,7 @@ define(
     "matmul_all_to_all_backward",
     ("capacity", "n", "k", "experts"),
     lambda ranks, grad, h, W: (grad[1], W[2], W[1], W[0]),
-    lambda ranks, grad, h, W: _check_matrices(h, W),
+    _check_returned_gradient,
 )
 
 
@@ -110,7 +113,7 @@ def staged_all_to_all_rows(
 @implement("return_rows", "staged")
 def staged_return_rows(group: dist.ProcessGroup, rows: Tensor, owners: Tensor) -> Tensor:
     ranks, capacity, columns = rows.shape
-    returned = exchange.all_to_all(rows, group).view(-1, columns)
+    returned = exchange.all_to_all(rows, group).flatten(0, 1)
     slot, _ = slots(owners, ranks, capacity)
     return torch.cat((returned, returned.new_zeros(1, columns)))[slot]
 
@@ -210,7 +213,8 @@ def all_to_all_rows(
     rank of the group, or -1 for a row that is not sent. capacity: the room for rows of each sender,
     the same on all ranks. rows: [T, capacity, D], piece q from rank q in its order, zeros behind.
     counts: [T] int64, the rows that rank q had for this one, also those that did not fit. overflow:
-    [] int64, how many of them did not, of all ranks. Adjoint: return_rows.
+    [] int64, how many rows for this rank did not, from all ranks; the sum over the ranks is the
+    number of all lost rows. Adjoint: return_rows.
     """
     _check_all_to_all_rows(x, owners, capacity, group_name)
     _check_owner_values(owners, group_name)
@@ -238,7 +242,7 @@ all_to_all_rows.register_autograd(_all_to_all_rows_backward, setup_context=_all_
 
 def _check_return_rows(rows: Tensor, owners: Tensor, group_name: str) -> None:
     _check_returned(size_of(group_name), rows)
-    _check_dims("owners", owners, 1)
+    check_dims("owners", owners, 1)
     _check_owners(owners, owners.shape[0], "rows", rows)
 
 
@@ -319,10 +323,7 @@ def _check_product_gradients(
     grad: Tensor, h: Tensor, W: Tensor, offsets: Tensor, owners: Tensor, group_name: str
 ) -> None:
     _check_experts(h, W, offsets, owners)
-    check_like("h", h, grad=grad)
-    _check_dims("grad", grad, 3)
-    expected = [size_of(group_name), grad.shape[1], W.shape[2]]
-    check_shape("grad", grad, expected, "rows of each rank, of as many columns as W")
+    _check_returned_gradient(size_of(group_name), grad, h, W)
 
 
 @operator("matmul_all_to_all_backward")

@@ -366,6 +366,8 @@ class TrackMap:
 
     def compile(self, rank: int) -> Program:
         """The tables for the kernel and the copy engine of one rank."""
+        if rank not in range(self.world):
+            raise UserError(f"rank={rank!r} of {self.world} ranks; give 0 to {self.world - 1}")
         counter_at = [
             {position: n for n, block in enumerate(blocks) for position in block.positions}
             for blocks in self.blocks

@@ -24,6 +24,14 @@ def sharded_refusal(plan: Plan, ranks: Ranks) -> str | None:
     return None
 
 
+def rows_refusal(sequences: int, length: int, tp: int) -> str | None:
+    """The reason why sequence parallelism cannot split a pass over tp ranks, or None."""
+    rows = sequences * length
+    if rows % tp == 0:
+        return None
+    return f"cannot divide {rows} tokens ({sequences} sequences of {length}) among tp={tp} ranks"
+
+
 def sums_in_products(plan: Plan, n: int) -> bool:
     """Whether `FusedSumsPass` sums the output of sublayer n inside its product."""
     record = plan.sublayers[n]

@@ -30,6 +30,7 @@ from ladder.models.in_flight import InFlight
 from ladder.models.plan import Landing, Plan
 from ladder.models.ranks import Ranks
 from ladder.parallel.reducers import AsyncReducer
+from ladder.parallel.refusals import rows_refusal
 
 if TYPE_CHECKING:
     from ladder.models.runtime import Runtime
@@ -108,12 +109,8 @@ def begin_transfer(value: Tensor, forward: Collective, backward: Collective) -> 
 
 def check_rows(sequences: int, length: int, tp: int) -> None:
     """Raise UserError unless tp divides the tokens of a pass."""
-    rows = sequences * length
-    if rows % tp:
-        raise UserError(
-            f"sequence_parallel=true cannot divide {rows} tokens ({sequences} sequences of "
-            f"{length}) among tp={tp} ranks; choose a seq_len that tp divides"
-        )
+    if refusal := rows_refusal(sequences, length, tp):
+        raise UserError(f"sequence_parallel=true {refusal}; choose a seq_len that tp divides")
 
 
 class SequenceReducer(AsyncReducer):

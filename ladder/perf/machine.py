@@ -297,7 +297,8 @@ class Machine:
         return names + (["links: latency and rate"] if self.gpus > 1 and not self.links else [])
 
     def _lacks(self, name: str, meaning: str) -> UserError:
-        remedy = f"measure it: ladder bench machine --nproc {self.gpus} --out machine.json"
+        ranks = max(2, self.gpus) if name.startswith(BETWEEN_GPUS) else self.gpus
+        remedy = f"measure it: ladder bench machine --nproc {ranks} --out machine.json"
         if name in ("step_stretch", "prompt_gap_us", "training_bytes"):
             bench = "train" if name == "training_bytes" else "inference"
             remedy = f"give --calibrate=RECORDS, results of `ladder bench {bench}`"

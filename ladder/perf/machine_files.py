@@ -14,6 +14,7 @@ from typing import Any
 from ladder.files import write_text
 from ladder.models.eight_bits import EIGHT_BITS
 from ladder.models.errors import UserError, check_keys, kind_of, reason, unknown
+from ladder.models.presets import MOST_RANKS
 from ladder.perf.machine import (
     ALGORITHMS,
     CURVES,
@@ -131,8 +132,8 @@ def from_dict(data: Mapping[str, Any]) -> Machine:
     name, gpu, gpus = data["name"], data["gpu"], data["gpus"]
     if not isinstance(name, str) or not isinstance(gpu, str):
         raise UserError(f"name={name!r} and gpu={gpu!r} must be text")
-    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
-        raise UserError(f"gpus={gpus!r} must be a whole number above 0")
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or not 1 <= gpus <= MOST_RANKS:
+        raise UserError(f"gpus={gpus!r} must be a whole number of 1 to {MOST_RANKS:,}")
     if not isinstance(data["values"], dict):
         raise UserError(f"values is {kind_of(data['values'])} and no mapping")
     check_keys("values", data["values"], VALUES)
@@ -143,6 +144,8 @@ def from_dict(data: Mapping[str, Any]) -> Machine:
     links = []
     for each in _list("links", data["links"]):
         _take("a link", each, ("tier", "alpha_us", "beta_gb_s", "provenance"))
+        if not isinstance(each["tier"], str):
+            raise UserError(f"tier={each['tier']!r} of a link must be text")
         alpha, beta = (
             _positive(f"{key} of a link", each[key]) for key in ("alpha_us", "beta_gb_s")
         )
@@ -158,7 +161,7 @@ def from_dict(data: Mapping[str, Any]) -> Machine:
 def _curve(data: Any) -> Curve:
     _take("a curve", data, ("name", "where", "points", "provenance"))
     name, where = data["name"], data["where"]
-    if name not in CURVES:
+    if not isinstance(name, str) or name not in CURVES:
         raise unknown("curve", name, CURVES)
     _take(f"where of curve {name!r}", where, CURVES[name][1])
     for key, value in where.items():

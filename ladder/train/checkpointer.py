@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 import threading
 import time
 import warnings
@@ -144,15 +145,32 @@ class Checkpointer:
 
         record: `step` (the number of steps done), the data's fingerprint, the layout and the run's
         `config`. config: the model's, with the plan in force. keep_all: remove no older checkpoint.
-        Waits for the previous save, and raises its error if it failed.
+        Waits for the previous save. If that could not be written, this save takes its place, and is
+        waited for: raises its error if it fails too.
         """
         begun = time.perf_counter()
-        self.wait()
+        name = f"step-{record['step']:06d}"
+        failed = None
+        try:
+            self.wait()
+        except UserError as error:
+            failed = error.__cause__
+            if not isinstance(failed, OSError):
+                raise
+            if self.main:
+                print(
+                    f"warning: {self.folder.name} could not be written ({failed}); saving {name} "
+                    f"in its place",
+                    file=sys.stderr,
+                    flush=True,
+                )
         self._stage()
-        self.folder = self.run / "checkpoints" / f"step-{record['step']:06d}"
+        self.folder: Path = self.run / "checkpoints" / name
         arguments = record, config, keep_all
         self.thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self.thread.start()
+        if failed is not None:
+            self.wait()
         return time.perf_counter() - begun
 
     @torch.no_grad()
@@ -181,6 +199,14 @@ class Checkpointer:
         temporary = folder.with_name(f".{folder.name}.partial")
 
         def commit(sums: dict[str, str]) -> None:
+            try:
+                finish(sums)
+            except UserError as error:
+                if isinstance(error.__cause__, OSError):  # the other ranks get no `__cause__`
+                    raise error.__cause__ from None
+                raise
+
+        def finish(sums: dict[str, str]) -> None:
             write_config(temporary, config, self.data.ends, self.huggingface)
             for name, content in self.companions.items():
                 (temporary / name).write_bytes(content)
@@ -224,22 +250,27 @@ def _room(local: torch.Tensor) -> int:
 
 
 def _explained(error: BaseException, folder: Path) -> Exception:
-    """The error for a failed save: a UserError where the user can correct the cause."""
+    """The error for a failed save: a UserError where the user can correct the cause.
+
+    Its `__cause__` is the OSError of a failed write; DCP gives every rank the same.
+    """
+    failed: Exception = RuntimeError(f"{folder} cannot be written: {error}")
+    failed.__cause__ = error
     if isinstance(error, CheckpointException):
         rank, (cause, _) = min(error.failures.items())
         if isinstance(cause, UserError):
             return cause
         if isinstance(cause, FileExistsError):
-            return UserError(
+            failed = UserError(
                 f"{folder} cannot be written: {cause.filename}, which an interrupted save left, "
                 f"cannot be removed; remove it, and continue with --resume"
             )
-        if isinstance(cause, OSError):
+            failed.__cause__ = cause
+        elif isinstance(cause, OSError):
             on = f" on rank {rank}" if dist.is_initialized() else ""
-            return UserError(
+            failed = UserError(
                 f"{folder} cannot be written ({cause}{on}); the checkpoints before it are "
                 f"untouched: make room, and continue with --resume"
             )
-    failed = RuntimeError(f"{folder} cannot be written: {error}")
-    failed.__cause__ = error
+            failed.__cause__ = cause
     return failed

@@ -267,7 +267,7 @@ def load_train_config(source: str, overrides: Sequence[str]) -> TrainConfig:
     path = find("train", source)
     data = load_mapping(path)
     texts = text_fields(TrainConfig)
-    plain = [item for item in overrides if "." not in item.partition("=")[0]]
+    plain = [item for item in overrides if "=" not in item or "." not in item.partition("=")[0]]
     given = apply_overrides({}, plain, texts)
     none = [item.name for item in fields(TrainConfig) if item.default is None]
     for name in none:

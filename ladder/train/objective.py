@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import WEIGHTS, TensorReader, load_model, read_config, refuse_damage
+from ladder.config import naming
 from ladder.data.prepared import TokenData, check_tokenizer
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
@@ -50,26 +51,30 @@ class Distillation:
         device: torch.device,
     ) -> None:
         self.weight, self.temperature = config.distill_weight, config.distill_temperature
-        theirs = read_config(folder)
-        theirs.refuse_no_comm()
+        named = f"teacher={config.teacher}"
+        with naming(named):
+            theirs = read_config(folder)
+            theirs.refuse_no_comm()
         if theirs.vocab_size != student.vocab_size:
             raise UserError(
-                f"teacher={config.teacher} has vocab_size={theirs.vocab_size}, the student "
+                f"{named} has vocab_size={theirs.vocab_size}, the student "
                 f"{student.vocab_size}: they must share a vocabulary; choose another teacher"
             )
         if theirs.max_seq_len < config.seq_len:
             raise UserError(
                 f"seq_len={config.seq_len} is longer than the max_seq_len={theirs.max_seq_len} of "
-                f"teacher={config.teacher}; lower it"
+                f"{named}; lower it"
             )
-        check_tokenizer(data, folder, f"data={config.data}", f"teacher={config.teacher}")
-        refuse_damage(TensorReader(folder, WEIGHTS), "use another checkpoint of the run as teacher")
-        self.teacher = load_model(
-            folder,
-            None if mesh is None else mesh["tp"],
-            device=device,
-            dtype=getattr(torch, config.dtype),
-        )
+        check_tokenizer(data, folder, f"data={config.data}", named)
+        with naming(named):
+            reader = TensorReader(folder, WEIGHTS)
+            refuse_damage(reader, "use another checkpoint of the run as teacher")
+            self.teacher = load_model(
+                folder,
+                None if mesh is None else mesh["tp"],
+                device=device,
+                dtype=getattr(torch, config.dtype),
+            )
         self.teacher.requires_grad_(False)
 
     def __call__(self, model: Transformer, part: MicroBatch, plan: Plan | None) -> Tensor:

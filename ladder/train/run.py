@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladder.checkpoint import checkpoints, model_hash, newest, read_config, read_json
+from ladder.config import naming
 from ladder.data.batches import Batches
 from ladder.data.prepared import TokenData
 from ladder.files import write_text
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
+from ladder.models.transformer import meta_model
 from ladder.parallel import launch
 from ladder.parallel.data import data_parallel, size_of
 from ladder.train import state
@@ -131,6 +134,11 @@ class Run:
         Returns the Weights & Biases run, or None if none was requested.
         """
         state.remove_partial(self.folder)
+        keep = self.config.keep_checkpoints
+        # Another number than before: at once, as it may be meant to free a full disk. With the same
+        # number older ones were kept on purpose, by a step that was not finite.
+        if self.record is not None and keep != self.record["config"].get("keep_checkpoints", 0):
+            state.remove_old(self.folder, keep)
         resumed = self.again or self.record is not None
         remote = connect(self.folder, self.config.wandb, self.recipe, resumed)
         write_text(self.folder / "recipe.json", json.dumps(self.recipe, indent=1) + "\n")
@@ -159,7 +167,8 @@ def check_run(
     package that would make the run fail.
     """
     folder = Path(config.out)
-    windows = data.windows("train", config.seq_len)
+    with _naming_data(config):
+        windows = data.windows("train", config.seq_len)
     found, content, epochs, source = checkpoints(folder), fingerprint(data), config.epochs, None
     if not resume:
         config = config.with_steps(len(windows))
@@ -187,7 +196,8 @@ def check_run(
     # Before any rank writes to the folder.
     launch.agree({"start": _steps_of(record), "unevaluated": unevaluated})
     micro = _micro_batch(config, data_parallel(mesh)[0])
-    check_heldout(data, config.seq_len, config.eval_windows)
+    with _naming_data(config):
+        check_heldout(data, config.seq_len, config.eval_windows)
     heldout = len(data.windows("heldout", config.seq_len).spread(config.eval_windows or None))
     for sequences in (micro, heldout % micro or micro):  # the last batch may be smaller
         config.check_rows(sequences)
@@ -199,10 +209,22 @@ def check_run(
     )  # fmt: skip
 
 
+def _naming_data(config: TrainConfig) -> AbstractContextManager[None]:
+    """Inside a `with`, errors begin with `data=...`; those of several sources name the source."""
+    return naming(f"data={config.data}") if isinstance(config.data, str) else nullcontext()
+
+
 def teacher_record(config: TrainConfig) -> dict[str, str]:
-    """The folder of a recipe's teacher, and a hash that tells it from others."""
-    folder = newest(Path(config.teacher))
-    return {"folder": str(folder), "model": model_hash(folder)}
+    """The folder of a recipe's teacher, and a hash that tells it from others.
+
+    Raises UserError if the teacher cannot run on the recipe's TP ranks.
+    """
+    folder = newest(Path(config.teacher), "teacher=")
+    with naming(f"teacher={config.teacher}"):
+        model = meta_model(read_config(folder))
+        degree = model.config.tp_degree or config.tp
+        model.check_degree(config.tp if degree % config.tp else degree)
+        return {"folder": str(folder), "model": model_hash(folder)}
 
 
 def _steps_of(record: Mapping[str, Any] | None) -> int:

@@ -78,7 +78,7 @@ def starting_point(
         first = resolve_plan("standard", model.num_layers)
         schedule = _schedule(config, model, first)
         return Start(model, checkpoint, model, (), first, schedule)
-    folder = checkpoint or newest(Path(config.init))
+    folder = checkpoint or newest(Path(config.init), "init=")
     stored = read_config(folder)
     model = stored
     if config.plan is not None or config.tp_degree is not None:

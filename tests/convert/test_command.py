@@ -31,9 +31,9 @@ def assert_compared(what: str, printed: str) -> None:
     [
         (("--plan", "laddr"), ("'laddr'", "did you mean 'ladder'")),
         (("--plan", "desync-2x"), ("'desync-2x'", "tp_degree")),
-        (("--plan", "ladder", "--tp-degree", "2"), ("tp_degree=2",)),
-        (("--tp-degree", "2"), ("tp_degree=2", "--plan")),
-        (("--plan", "none", "--tp-degree", "2"), ("'none'", "no_comm")),
+        (("--plan", "ladder", "--tp-degree", "2"), ("--tp-degree=2",)),
+        (("--tp-degree", "2"), ("--tp-degree=2", "--plan")),
+        (("--plan", "none", "--tp-degree", "2"), ("--plan=none", "no_comm")),
         (("--plan", "ladder", "--ladder-layers", "2-3"),
          ("--ladder-layers=2-3", "add --plan hybrid instead of --plan ladder")),
         (("--ladder-layers", "2-3"), ("--ladder-layers=2-3 is for", "hybrid: add --plan hybrid")),

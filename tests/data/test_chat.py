@@ -263,6 +263,14 @@ def test_broken_templates_are_refused(
         prepare_chats(tmp_path, tokenizer, [CHAT], chat_template=tmp_path / "bad.jinja")
 
 
+def test_a_template_that_is_not_utf8_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(
+        UserError, match=r"bad\.jinja is not UTF-8 text \(byte 3 is 0xe9\); convert"
+    ):
+        prepare_chats(tmp_path, tokenizer, [CHAT], chat_template=tmp_path / "bad.jinja")
+
+
 def test_the_token_that_ends_all_answers_ends_a_text(tokenizer: Path, tmp_path: Path) -> None:
     """Qwen's base models end a text by another token than an answer; a model that is trained on
     chats must stop at both. Data of earlier versions, and of answers that end in two ways, have the

@@ -170,7 +170,10 @@ def test_standard_library_of_this_python_is_found() -> None:
         ({"a.txt": b"ok \xff"}, r"a\.txt is not UTF-8 text \(byte 3 is 0xff\); convert it"),
         ({"a.txt": b"\xef\xbb\xbfab\xff"}, r"a\.txt is not UTF-8 text \(byte 5 is 0xff\)"),
         ({"a.jsonl": '{"text": "a"}\n{"text": '}, r"a\.jsonl line 2 is not valid JSON .*; correct"),
-        ({"a.jsonl": b'\n{"text": "\xff"}'}, r"a\.jsonl line 2 is not valid JSON"),
+        (
+            {"a.jsonl": b'\n{"text": "\xff"}'},
+            r"a\.jsonl line 2 is not UTF-8 text \(byte 10 is 0xff\); convert",
+        ),
         ({"a.jsonl": '{"body": "a", "id": 1}'}, r"line 1 has no field .*'text'; .*: body, id"),
         ({"a.jsonl": '{"text": 3}'}, r"line 1: field 'text' is an int, not a string; correct"),
         ({"a.jsonl": '["text"]'}, r"line 1 is a list, not an object"),

@@ -368,14 +368,26 @@ def test_a_field_where_none_is(
     folder.mkdir()
     (folder / "a.txt").write_text("a")
     command = ["data", "prepare", str(folder), "--text-field", "body"]
-    fails_with(command, tokenizer, tmp_path, ["text_field='body'", "leave it out"], capsys)
+    fails_with(command, tokenizer, tmp_path, ["--text-field=body", "leave it out"], capsys)
     fails_with(
         ["data", "prepare", "--text-field", "body"],
-        tokenizer, tmp_path, ["text_field='body'", "the standard library"], capsys,
+        tokenizer, tmp_path, ["--text-field=body", "the standard library"], capsys,
     )  # fmt: skip
     (folder / "b.jsonl").write_text('{"body": "b"}')
     texts = open_corpus([folder], heldout_fraction=0, text_field="body").read("train")
     assert [each.text for each in texts] == ["a", "b"]
+
+
+def test_options_of_text_and_of_conversations_exclude_each_other(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches an option without effect."""
+    command = ["data", "prepare", str(write_jsonl(tmp_path / "a.jsonl", TEXTS))]
+    words = ["--max-left-out=0.5 is for conversations", "--chat-field"]
+    fails_with([*command, "--max-left-out", "0.5"], tokenizer, tmp_path, words, capsys)
+    both = [*command, "--text-field", "body", "--chat-field", "messages"]
+    words = ["--text-field=body is for text", "(--chat-field=messages)"]
+    fails_with(both, tokenizer, tmp_path, words, capsys)
 
 
 @pytest.mark.parametrize("option", ["workers", "max_tokens", "shard_tokens"])

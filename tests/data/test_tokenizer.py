@@ -104,7 +104,7 @@ def test_tokenizer_errors(tmp_path: Path, documents: Path) -> None:
     write(tmp_path, {"tokenizer.json": "{}", "file": ""})
     with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer"):
         load_tokenizer(tmp_path)
-    with pytest.raises(UserError, match=r"cannot create the folder .*file: File exists"):
+    with pytest.raises(UserError, match=r"^--out=.*file is a file; give a folder$"):
         train_tokenizer([], 257, tmp_path / "file")
     words = Tokenizer(models.WordLevel({"hello": 0, EOS: 1, "[UNK]": 2}, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -65,6 +65,33 @@ def test_models_side_by_side(
     assert json.loads((out / "results.json").read_text())["limit"] == 1
 
 
+def test_each_example_is_written_if_asked(
+    llama: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of every model, in a file for each task; --overwrite removes older ones."""
+    needs_lm_eval()
+    other, out = tmp_path / "other", tmp_path / "out"
+    shutil.copytree(llama, other)
+    command = ["eval", str(llama), str(other), "--text", str(texts), "--out", str(out), "--limit",
+               "2", "--device", "cpu", "--log-samples", "--tasks", "local_cloze",
+               "local_arithmetic"]  # fmt: skip
+    assert main(command) == 0
+    assert f"results.md, {out / 'samples_*.jsonl'}\n" in capsys.readouterr().out
+    record = json.loads((out / "results.json").read_text())
+    for task, metric in (("local_cloze", "acc"), ("local_arithmetic", "exact_match")):
+        lines = (out / f"samples_{task}.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        found = [(each["model"], each["task"], each["doc_id"]) for each in samples]
+        assert found == [(str(model), task, i) for model in (llama, other) for i in range(2)]
+        assert samples[0]["resps"] == samples[2]["resps"]
+        (mean,) = (each["value"] for each in record["results"][str(llama)]
+                   if (each["task"], each["metric"]) == (task, metric))  # fmt: skip
+        assert sum(each[metric] for each in samples[:2]) / 2 == mean
+    del command[command.index("--log-samples")]
+    assert main([*command[:-1], "--overwrite"]) == 0
+    assert not list(out.glob("samples_*"))
+
+
 def test_texts_are_scored_in_windows_as_a_run_was_trained(
     llama: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,7 +286,9 @@ def test_the_last_model_is_looked_at_before_the_first_is_run(
         "--chat-template", gone
     )
     (other / "tokenizer.json").unlink()
-    assert "no tokenizer at" in said()
+    assert "tokenizer.json; copy the model's own tokenizer.json there" in said()
+    assert main(["generate", str(other), "--prompt", "a"]) == 2
+    assert "; copy the model's own tokenizer.json there" in capsys.readouterr().err
     tensors = load_file(llama / "model.safetensors")
     save_file({**tensors, "model.extra": torch.zeros(2)}, other / "model.safetensors")
     assert "holds tensors that the model does not have: model.extra" in said()
@@ -391,9 +420,9 @@ def test_options_of_generation_without_effect_are_accepted(llama: Path, tmp_path
     ("split", "shots", "message"),
     [
         ("train", 2, None),
-        ("train", 3, "num_fewshot=3: task 'asks' has 2 rows of examples; lower it to 2 or less"),
+        ("train", 3, "num-fewshot=3: task 'asks' has 2 rows of examples; lower it to 2 or less"),
         ("test", 1, None),
-        ("test", 2, "num_fewshot=2: task 'asks' has 1 row of examples besides the one that is "
+        ("test", 2, "num-fewshot=2: task 'asks' has 1 row of examples besides the one that is "
          "scored; lower it to 1 or less (--num-fewshot)"),
     ],
 )  # fmt: skip

@@ -10,9 +10,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from ladder.infer.command import CONTEXT, TokenPrinter
 from ladder.infer.engine import Completion, generate
 from ladder.infer.sampling import Sampling, choose_tokens, draws, probabilities
+from ladder.infer.text import (
+    CONTEXT,
+    TokenPrinter,
+    before_stop,
+    continuation,
+    read_stops,
+    stopper,
+)
 from ladder.models import UserError
 from tests.distributed import Pools, tp_mesh
 from tests.infer.engines import PLANS, make, prompts, without_cache
@@ -265,3 +272,57 @@ def test_text_is_printed_as_it_comes(
         assert shown + capsys.readouterr().out == f"begun: {TEXT[len(before) :]}\n"
         assert len(shown) > len(TEXT) - len(before), "it came at the end"
     assert longest < 4 * CONTEXT
+
+
+STOPS = [["ö"], ["🦊"], ["日本"], [" jagen"], [" B", "ä"], ["jagen 日本 မ"], ["é", "Zw", "zz"]]
+
+
+@pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback])
+@pytest.mark.parametrize("until", STOPS, ids=str)
+def test_stop_strings_end_a_text(
+    make_tokenizer: Callable[[], Tokenizer], until: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the token that completes one, which may be the first; what is printed ends before it."""
+    tokenizer = make_tokenizer()
+    tokens = tokenizer.encode(TEXT).ids[:170]
+    for given in range(60):
+        prompt, rest = tokens[:given], tokens[given:]
+        if tokenizer.decode(prompt).endswith("\ufffd"):
+            continue
+        ended = stopper(tokenizer, until, [prompt])
+        printer = TokenPrinter(tokenizer, prompt, "begun: ", until)
+        assert ended is not None
+        shown = ""
+        for count, token in enumerate(rest, 1):
+            text = continuation(tokenizer, prompt, rest[:count])
+            printer.add(0, token)
+            shown += capsys.readouterr().out
+            found = any(stop in text for stop in until)
+            assert ended(0, rest[:count]) == found, (given, count)
+            if found:
+                break
+        printer.end()
+        assert shown + capsys.readouterr().out == f"begun: {before_stop(text, until)}\n"
+        assert found
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = byte_level()
+    printer = TokenPrinter(tokenizer, [], "", ["abd", "bcx"])
+    shown = []
+    for token in tokenizer.encode("zabcabcy").ids:
+        printer.add(0, token)
+        shown.append(capsys.readouterr().out)
+    assert shown == ["z", "", "", "a", "bc", "", "a", "bcy"]
+
+
+def test_special_tokens_stop_by_their_ids() -> None:
+    """A completion's text has none of them. A vocabulary's own names of bytes are no text."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<|eot|>"])
+    tokenizer.encode_special_tokens = False
+    index = tokenizer.token_to_id("<|eot|>")
+    assert tokenizer.token_to_id("é") is not None, "a byte of another character"
+    assert read_stops(tokenizer, ["é", "<|eot|>", "a b"]) == ({index}, ["é", "a b"])
+    with pytest.raises(UserError, match=r"the special token <\|eot\|> beside other text; give"):
+        read_stops(tokenizer, ["a<|eot|>"])

@@ -247,6 +247,40 @@ def test_a_degree_below_one_is_refused(plan: str, degree: int) -> None:
         resolve_plan(plan, L, degree)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((6.0, None), r"num_layers=6\.0 must be a whole number from 1 to 10,000"),
+        ((True, None), "num_layers=True must be a whole number"),
+        ((6, "2"), "tp_degree='2' must be a whole number from 1 to 65,536"),
+        ((6, True), "tp_degree=True must be a whole number"),
+    ],
+)
+def test_sizes_that_are_no_whole_numbers_are_refused(sizes: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        resolve_plan("dtp-2", *sizes)
+
+
+def test_a_plan_of_a_list_is_one_of_a_tuple() -> None:
+    records = [SublayerRecord("attention"), SublayerRecord("mlp")]
+    plan = Plan(records)  # type: ignore[arg-type]
+    assert plan == Plan(tuple(records))
+    assert hash(plan) == hash(Plan(tuple(records)))
+    records.append(SublayerRecord("attention+mlp"))
+    assert len(plan.sublayers) == 2
+    with pytest.raises(UserError, match=r"sublayer 0 of plan 'custom' is \{'kind': 'attention'\}"):
+        Plan(({"kind": "attention"},))  # type: ignore[arg-type]
+
+
+def test_a_path_that_is_no_plans_file_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "plan.txt").write_text("[{kind: attention+mlp}]")
+    for path in (tmp_path, tmp_path / "plan.txt"):
+        with pytest.raises(UserError, match=r"is a path, but a plan's file .* of \.yaml, \.yml"):
+            resolve_plan(str(path), L)
+    with pytest.raises(UserError, match="unknown plan"):
+        resolve_plan(str(tmp_path / "none.txt"), L)
+
+
 def test_records_of_another_degree_are_refused() -> None:
     """dtp scales by sqrt(T): its records of T = 4 with T = 2 are another model."""
     old = small_config("dtp-2", tp_degree=4)

@@ -76,6 +76,45 @@ def gradients(rank: int, world_size: int) -> None:
     ladder.ops.allow_any_order(name, False)
 
 
+def empty(rank: int, world_size: int) -> None:
+    """Inputs without elements: results have their shape in either order of sums, and gradients."""
+    T, name, n = world_size, world(), 3
+    B, gain = torch.ones(4, n, requires_grad=True), torch.ones(n)
+    none = torch.zeros(0, dtype=torch.int64)
+    for order in (False, True):
+        ladder.ops.allow_any_order(name, order)
+        for dim, lead in ((0, (0,)), (0, (2 * T, 0)), (0, (0, 2)), (1, (0, 2 * T)), (1, (2, 0))):
+            x, own = torch.ones(*lead, 4, requires_grad=True), list(lead)
+            own[dim] //= T
+            whole = [length * (T if at == dim else 1) for at, length in enumerate(lead)]
+            rest = torch.ones(*own, n), gain, EPS
+            add = torch.ones(*lead, n)
+            for out, shape in (
+                (OPS.all_gather(x, dim, name), [*whole, 4]),
+                (OPS.all_gather_matmul(x, [B], dim, name)[1][0], [*whole, n]),
+                (OPS.reduce_scatter(x, "avg", dim, name), [*own, 4]),
+                (OPS.matmul_reduce_scatter(x, B, "sum", dim, name), [*own, n]),
+                (OPS.matmul_reduce_scatter_add_rms_norm(x, B, *rest, dim, name)[1], [*own, n]),
+                (OPS.all_reduce(x, name), [*lead, 4]),
+                (OPS.matmul_all_reduce(x, B, name), [*lead, n]),
+                (OPS.matmul_all_reduce(x, B, name, add), [*lead, n]),
+                (OPS.linear_all_reduce(x, B.t(), name), [*lead, n]),
+                (OPS.matmul_all_reduce_add_rms_norm(x, B, add, gain, EPS, name)[1], [*lead, n]),
+            ):
+                assert list(out.shape) == shape
+                out.sum().backward()
+    ladder.ops.allow_any_order(name, False)
+    for columns in (0, 2):
+        rows, counts, lost = OPS.all_to_all_rows(torch.ones(0, columns), none, 2, name)
+        assert (rows.shape, counts.tolist(), int(lost)) == ((T, 2, columns), [0] * T, 0)
+        assert OPS.return_rows(rows, none, name).shape == (0, columns)
+        ends = torch.zeros(2, dtype=torch.int64)
+        found = OPS.matmul_all_to_all(
+            torch.ones(0, 4), torch.ones(1, 4, columns), ends, none, 1, name
+        )
+        assert found[0].shape == (T, 1, columns)
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_values(pools: Pools, dtype: torch.dtype) -> None:
     pools(2).run(values, dtype)
@@ -87,6 +126,10 @@ def test_values_on_four_ranks(pools: Pools) -> None:
 
 def test_gradients(pools: Pools) -> None:
     pools(2).run(gradients)
+
+
+def test_inputs_without_elements(pools: Pools) -> None:
+    pools(2).run(empty)
 
 
 def test_every_sum_can_be_the_backends() -> None:

@@ -153,6 +153,7 @@ def checked(rank: int, world_size: int) -> None:
         ("weights is empty", []),
         (r"weights\[1\] is torch.float64 and weights\[0\] torch.float32", [a, b.double()]),
         (r"weights\[1\] has shape \[5, 2\]; expected \[rows, 3\]", [a, b[:, :2]]),
+        (r"weights\[0\] has shape \[\]; expected 2 dimensions", [torch.ones(())]),
     ):
         check_refused(words, op, tables, indices, offsets, "sum", name)
     for words, where, ends, mode in (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,20 +42,32 @@ def block(
 
 def compared(rank: int, world_size: int, frozen: tuple[int, ...]) -> None:
     """frozen: the numbers of arguments without a gradient."""
-    shapes = ((4, 3), (4, 3), (3,), (3, 5), (3, 5), (5, 3), (3, 2), (2, 3, 3))
-
-    def run(function: object) -> list[Tensor]:
-        leaves = [
-            random(*shape, seed=10 * rank + n, dtype=torch.float32).requires_grad_(n not in frozen)
-            for n, shape in enumerate(shapes)
-        ]
-        outputs = function(*leaves)  # type: ignore[operator]
-        sum(each.square().sum() for each in outputs if each.requires_grad).backward()
-        return [*outputs, *(leaf.grad for leaf in leaves if leaf.requires_grad)]
-
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
-    for found, expected in zip(run(compiled), run(block), strict=True):
+    for found, expected in zip(run(compiled, rank, frozen), run(block, rank, frozen), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def run(function: Callable[..., Any], rank: int, frozen: tuple[int, ...] = ()) -> list[Tensor]:
+    """The outputs, and the gradients of the arguments that are not frozen."""
+    shapes = ((4, 3), (4, 3), (3,), (3, 5), (3, 5), (5, 3), (3, 2), (2, 3, 3))
+    leaves = [
+        random(*shape, seed=10 * rank + n, dtype=torch.float32).requires_grad_(n not in frozen)
+        for n, shape in enumerate(shapes)
+    ]
+    outputs = function(*leaves)
+    sum(each.square().sum() for each in outputs if each.requires_grad).backward()
+    return [*outputs, *(leaf.grad for leaf in leaves if leaf.requires_grad)]
+
+
+def kept(rank: int, world_size: int) -> None:
+    """Autocast changes no bit and no dtype of a result or a gradient, compiled or not."""
+    expected = run(block, rank)
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    for function, rtol in ((block, 0.0), (compiled, 1e-5)):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = run(function, rank)
+        for each, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(each, wanted, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("frozen", [(), (7,), (0, 1, 2, 3, 4, 5, 6)])
@@ -62,3 +77,7 @@ def test_a_model_of_operators_compiles_into_one_graph(
     """With frozen experts, and with all else frozen. A fake implementation with another shape than
     the real one fails this, too."""
     pools(2).run(compared, frozen)
+
+
+def test_autocast_converts_nothing(pools: Pools) -> None:
+    pools(2).run(kept)

@@ -302,6 +302,23 @@ def test_wrong_questions_are_refused() -> None:
         ("return_rows", [(3, 8, 2)], {}, "a piece for each of 4 ranks"),
         ("matmul_all_to_all", [(8, 3), (2, 4, 5)], {"capacity": 4}, r"W has shape \[2, 4, 5\]"),
         ("embedding_bag_all_to_all", [[(9, 4)], (10,)], {}, "a B that 4 ranks divide"),
+        (
+            "matmul_all_to_all_backward", [(4, 9, 6), (3, 8), (2, 8, 5)], {},
+            r"grad has shape \[4, 9, 6\]; expected \[4, 9, 5\]",
+        ),
+        ("matmul_all_to_all_backward", [(3, 9, 5), (3, 8), (2, 8, 5)], {}, r"expected \[4, 9, 5\]"),
+        ("matmul_all_to_all_backward", [(9, 5), (3, 8), (2, 8, 5)], {}, "expected 3 dimensions"),
+        ("matmul_all_to_all_backward", [(4, 9, 5), (3, 8), (2, 8, 5)], {}, ""),
+        ("embedding_bag_all_to_all_backward", [(9,)], {}, r"grad has shape \[9\]; expected 2"),
+        ("embedding_bag_all_to_all_backward", [(9, 4, 2)], {}, "expected 2 dimensions"),
+        ("embedding_bag_all_to_all_backward", [(9, 4)], {}, ""),
+        ("embedding_bag_all_to_all", [[()], (9,)], {}, r"weights\[0\] has shape \[\]; expected 2"),
+        ("all_to_all_rows", [(8, 3)], {"capacity": "4"}, "capacity='4' must be a whole number, 1"),
+        ("all_to_all_rows", [(8, 3)], {"capacity": 4.0}, "capacity=4.0 must be a whole number"),
+        (
+            "embedding_bag_all_to_all", [[(9, 4)], (9,)], {"table_counts": "1111"},
+            "table_counts='1111' must be a list",
+        ),
         ("all_to_all_rows", [(8, 3), 4], {}, ""),  # as `ladder bench ops` asks
         ("all_to_all_rows", [(8, 3)], {}, "all_to_all_rows needs capacity, too; give capacity="),
         (

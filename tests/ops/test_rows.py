@@ -84,6 +84,25 @@ def values(rank: int, world_size: int, dtype: torch.dtype) -> None:
                         seen[owner] += 1
 
 
+def lost(rank: int, world_size: int) -> None:
+    """Each rank counts the rows for it that did not fit: rank 1 has too many, rank 0 has not."""
+    x, T, capacity = torch.ones(5 + rank, 2), world_size, 2
+    owners = torch.tensor([1, 1, 1, 0, 1, -1][: len(x)])  # four rows of each rank for rank 1
+    offsets = torch.tensor([0, len(x)])
+    for found in (
+        OPS.all_to_all_rows(x, owners, capacity, world()),
+        OPS.matmul_all_to_all(x, torch.ones(1, 2, 3), offsets, owners, capacity, world()),
+    ):
+        assert int(found[2]) == (4 if rank == 1 else 0)
+        # What a sender knows, as docs/operators.md says it.
+        mine = torch.bincount(owners[owners >= 0], minlength=T) - capacity
+        own = mine.clamp(min=0).sum()
+        assert int(own) == 2
+        both = torch.stack((found[2], own)).double()
+        everywhere, of_senders = OPS.all_reduce(both, world()).tolist()
+        assert everywhere == of_senders == 4
+
+
 def products(rank: int, world_size: int, dtype: torch.dtype) -> None:
     """Each expert's rows by its own matrix; an expert without rows, and rows of no expert."""
     T, name = world_size, world()
@@ -226,6 +245,10 @@ def checked(rank: int, world_size: int) -> None:
 def test_values(pools: Pools, dtype: torch.dtype) -> None:
     pools(2).run(values, dtype)
     pools(2).run(products, dtype)
+
+
+def test_each_rank_counts_the_rows_for_it_that_did_not_fit(pools: Pools) -> None:
+    pools(2).run(lost)
 
 
 def test_on_four_ranks(pools: Pools) -> None:

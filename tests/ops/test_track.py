@@ -245,3 +245,10 @@ def test_a_wait_that_never_ends_is_reported() -> None:
     program = table("count", 0, 1)(halves([]).compile(0))
     with pytest.raises(StuckError, match="never become full"):
         Execution([program], [[1, 2, 3, 4]], lambda n: 0).run()
+
+
+def test_a_rank_that_the_map_does_not_have_is_refused() -> None:
+    track = ring_reduce_scatter(4, 3, 2, 1)
+    for rank in (-1, 2):
+        with pytest.raises(UserError, match=rf"rank={rank} of 2 ranks; give 0 to 1"):
+            track.compile(rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ladder.perf import machine as module
 from ladder.perf.grid import matrix_rate
 from ladder.perf.links import fit_link
 from ladder.perf.machine import IN_8_BITS, Curve, Estimate, Machine, Value, with_links_of
-from ladder.perf.machine_files import OLDER, load, read, shipped, write
+from ladder.perf.machine_files import OLDER, from_dict, load, read, shipped, write
 from ladder.perf.nodes import for_degree, with_former_kernels, with_uncut_kernels
 from ladder.perf.rows import CONVERTED, converting, product
 from tests import ROOT
@@ -156,6 +156,9 @@ def test_shipped_machines_name_what_is_missing() -> None:
         found.value("host_launch_us")
     with pytest.raises(UserError, match=r"no 'all-gather algorithm=nccl'"):
         found.curve("all-gather", algorithm="nccl")
+    for name, where in (("peer copy", {}), ("all-reduce", {"algorithm": "nccl"})):  # of two GPUs
+        with pytest.raises(UserError, match=r"h100x1.*ladder bench machine --nproc 2 "):
+            load("h100x1").curve(name, **where)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +258,7 @@ CASES = {
     "each x above": lambda d: d["curves"][0]["points"].reverse(),
     "there twice": lambda d: d["curves"].append(d["curves"][0]),
     "gpus=0": lambda d: d.update(gpus=0),
+    "gpus=1180591620717411303424 must be .* 1 to 65,536": lambda d: d.update(gpus=2**70),
     "a link lacks": lambda d: d["links"].append({"tier": "x"}),
 }
 
@@ -266,6 +270,31 @@ def test_a_wrong_file_is_one_line_with_the_remedy(tmp_path: Path, message: str) 
     with pytest.raises(UserError, match=f"m.json.*{message}.*ladder bench machine") as caught:
         read(path)
     assert "\n" not in str(caught.value)
+
+
+def leaves(data: Any) -> Iterator[tuple[Any, Any]]:
+    """Each leaf as its container and its key there."""
+    for key, value in list(data.items() if isinstance(data, dict) else enumerate(data)):
+        if isinstance(value, dict | list):
+            yield from leaves(value)
+        else:
+            yield data, key
+
+
+def test_a_file_with_a_leaf_of_another_kind_is_refused() -> None:
+    data = load("h100x2").to_dict()
+    assert data["links"]
+    data = json.loads(json.dumps(data))
+    for inside, key in leaves(data):
+        if key == "version":
+            continue  # `read` compares it
+        kept = inside[key]
+        for other in ([], ["x"], {}, None):
+            inside[key] = other
+            with pytest.raises(UserError):
+                from_dict(data)
+        inside[key] = kept
+    assert from_dict(data).gpus == 2
 
 
 def test_products_in_8_bits_have_curves_of_their_own() -> None:

@@ -16,6 +16,7 @@ from ladder.cli import main
 from ladder.models.errors import UserError
 from ladder.ops import schedules, track_schedules
 from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
+from ladder.ops.registry import OPERATORS
 from ladder.ops.track_maps import all_to_all
 from ladder.perf.machine import Curve, Machine, Value
 from ladder.perf.machine_files import load
@@ -390,7 +391,12 @@ def test_what_the_machine_lacks_for_an_implementation_is_said(
         (["--tp", "1"], "--tp=1: a rank alone has nothing to exchange"),
         (["--tp", "8"], "--tp=8: machine 'h200x4' has the collectives of 4 GPUs"),
         (["--ops", "linear_all_reduce"], "--ops=linear_all_reduce is not predicted; choose from"),
-        (["--implementations", "chunked:blocks=99", "--m", "1024"], "blocks=99; expected 1 to 8"),
+        (["--ops", "foo"], f"unknown --ops 'foo'; known: {', '.join(OPS)}\n"),
+        (["--m", "1000000000"], "--m=1000000000 must be 1 to 131,072"),
+        (
+            ["--implementations", "chunked:blocks=99", "--m", "1024"],
+            "--implementations=chunked:blocks=99: blocks=99 must be 1 to 8",
+        ),
         (["--shapes", "nowhere"], "nowhere"),
     ],
 )
@@ -398,5 +404,30 @@ def test_predict_ops_refuses(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["predict", "ops", *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+OPTIONS = sorted(
+    {
+        (name, option)
+        for op in OPS
+        for name, each in OPERATORS[op].implementations.items()
+        for option in each.options
+    }
+)
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS)
+def test_a_wrong_option_of_an_implementation_is_one_line(
+    name: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in ("0", "-1", "9", "99"):
+        word = f"{name}:{option}={value}"
+        code = main(["predict", "ops", "--m", "64", "--implementations", word])
+        err = capsys.readouterr().err
+        if int(value) < 1 or code:
+            assert code == 2
+            assert err.startswith(f"error: --implementations={word}: ")
+            assert err.count("\n") == 1

@@ -69,12 +69,15 @@ def test_nothing_is_recommended_that_does_not_fit(tmp_path: Path, capsys: Out) -
     assert last.endswith(": take --nodes 2, or give --machine more GPUs")
 
 
-def test_the_most_sequences_that_fit_are_the_most(capsys: Out) -> None:
+def test_the_most_sequences_that_fit_are_the_most(tmp_path: Path, capsys: Out) -> None:
     (fits,) = asked(capsys, "llama-3-70b", "--tp", "2")["fits"]
     most = int(fits["at most"])
     shape, machine = model_config("llama-3-70b"), load("h200x2")
     held = [memory.inference(shape, 2, most + more, 1024, 1024) for more in (0, 1)]
     assert [memory.fits(each, machine) for each in held] == [True, False]
+    words = ("--tp", "4", "--plans", "standard", "--machine")
+    (fits,) = asked(capsys, "llama-3-8b", *words, with_memory(tmp_path / "m.json", 1e300))["fits"]
+    assert fits["at most"] == 2**20  # the most prompts of a --batch
 
 
 def test_objectives_choose_differently(capsys: Out) -> None:
@@ -227,7 +230,7 @@ def test_each_batch_has_its_recommendation(capsys: Out) -> None:
     found = asked(capsys, *words)
     each = found["recommended_by_batch"]
     assert [each["1"]["batch"], each["64"]["batch"]] == [1, 64]
-    assert each["1"] == found["recommended"]
+    assert each["1"] == {**found["recommended"], "command": found["command"]}
     plan = found["recommended"]["plan"]  # beside what it is said to be faster than
     assert f" --plans standard {plan} --reducers push " in found["command"]
     assert each["64"]["us"] == min(row["us"] for row in found["rows"] if row["batch"] == 64)

@@ -11,6 +11,7 @@ import pytest
 
 from ladder.bench.inference.measure import chunks
 from ladder.bench.inference.points import InferencePoint
+from ladder.bench.training.points import points, recipe_of
 from ladder.cli import main, make_parser
 from ladder.config import model_config
 from ladder.perf.machine import COLLECTIVES
@@ -55,13 +56,47 @@ def test_the_benchmark_does_not_refuse_the_command(words: str, capsys: Out) -> N
     assert chunks([point], 2**30 * load("h200x1").value("memory_gib")) == ([[point]], [])
 
 
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        ("--decode --plans standard ladder --batch 1 16", 1),
+        ("--decode --plans standard ladder --batch 1 16 --objective throughput", 1),
+        ("--decode --batch 1 64 --objective memory", 2),  # by push and by NCCL
+        ("--train --batch 1 2 --plans standard --objective memory", 2),
+    ],
+)
+def test_the_last_lines_run_each_recommendation(
+    words: str, lines: int, tmp_path: Path, capsys: Out
+) -> None:
+    asks = ("llama-3-8b", *words.split())
+    page = tmp_path / "page.html"
+    assert main(["predict", *asks, "--page", str(page)]) == 0
+    *_, text = capsys.readouterr().out.rpartition("Recommended for")
+    said = [line.partition("next: ")[2] for line in text.splitlines() if "next: " in line]
+    assert len(said) == lines
+    parsed = [make_parser().parse_args(shlex.split(line)[1:]) for line in said]
+    found = asked(capsys, *asks)
+    named = found["recommended_by_batch"].values()
+    for row in [found["recommended"]] if "throughput" in words else named:
+        way = "layouts" if "--train" in words else "reducers"
+        assert any(
+            row["plan"] == each.plans[-1] and getattr(each, way, [""]) == [row["way"]]
+            and (row["batch"] == each.batch if "--train" in words else row["batch"] in each.batch)
+            for each in parsed
+        ), row  # fmt: skip
+    for row in named:
+        assert f"--batch {row['batch']} " in row["command"]
+    for line in said:
+        assert html.escape(line) in page.read_text(encoding="utf-8")
+
+
 def test_what_the_benchmark_would_refuse_has_no_command(tmp_path: Path, capsys: Out) -> None:
     words = ("llama-3-70b", "--machine", "h200x1", "--weights", "fp8", "--plans", "standard")
     assert asked(capsys, *words, "--context", "8192")["command"] == ""
     page = tmp_path / "page.html"
     assert main(["predict", *words, "--context", "8192", "--page", str(page)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("no command times it: `ladder bench inference`, which checks")
+    assert last.startswith("no command times batch 1: `ladder bench inference`, which checks")
     assert last.endswith("of which 128.6 can be used; there is one with --context 4096")
     assert html.escape("; there is one with --context 4096") in page.read_text(encoding="utf-8")
     assert asked(capsys, *words, "--context", "4096")["command"]
@@ -96,6 +131,28 @@ def test_training_has_the_collectives_of_all_given_machines(tmp_path: Path, caps
     assert f"all plans at tp2+sp, tp2+sp+fsdp: {missing}" in found["left_out"]
     assert main(["predict", *words, eight, *layout]) == 2
     assert "nothing is left to predict: all plans at tp2+sp: no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--batch 1", "--batch 1 4", "--batch 4 --micro-batch 2"])
+@pytest.mark.parametrize("context", ["1001", "1002"])
+def test_recommended_sequence_parallelism_divides_the_tokens(
+    context: str, words: str, capsys: Out
+) -> None:
+    """`ladder bench train` refuses another layout; default ones are then without it."""
+    asks = ("llama-3-8b", "--train", *words.split(), "--context", context, "--plans", "standard")
+    for layouts in ((), ("--layouts", "tp4+sp", "tp2")):
+        found = asked(capsys, *asks, *layouts)
+        for row in found["rows"]:
+            micro = 2 if "--micro-batch" in words else row["batch"]
+            assert "+sp" not in row["way"] or micro * int(context) % row["tp"] == 0, row
+        assert {row["layout"] for row in found["fits"]} >= {row["way"] for row in found["rows"]}
+        options = make_parser().parse_args(shlex.split(found["command"].removeprefix("ladder ")))
+        for point in points(options):
+            recipe_of(point).check_rows(point.micro_batch)
+    if words == "--batch 1":
+        line = f"standard at tp4+sp: not for sequence parallelism (cannot divide {context} tokens"
+        assert any(each.startswith(line) for each in found["left_out"])
+        assert {row["layout"] for row in found["fits"]} == {"tp2"}
 
 
 def test_a_machine_without_peer_access_is_asked_about_nccl(tmp_path: Path, capsys: Out) -> None:

@@ -35,7 +35,7 @@ def test_plans_that_a_model_cannot_have_are_left_out_of_the_default(
     assert main(["predict", *words, "--plans", "desync-2x"]) == 2
     assert "plan 'desync-2x' has residuals that differ" in capsys.readouterr().err
     assert main(["predict", *words, "--tp-degree", "3"]) == 2
-    assert "tp_degree=3 does not divide" in capsys.readouterr().err
+    assert "--tp-degree=3 does not divide" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("phase", ["--decode", "--prefill"])

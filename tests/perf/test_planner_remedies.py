@@ -66,7 +66,7 @@ def test_remedies_work(words: str, remedies: list[str], capsys: Out) -> None:
     assert tried == remedies
     for each in tried:
         asked = followed(words, each)
-        assert last(capsys, asked).startswith(("next: ", "no command times it: ")), asked
+        assert last(capsys, asked).startswith(("next: ", "no command times batch ")), asked
         if number := re.search(r"--(batch|context) (\d+)$", each):  # and with no larger one
             more = int(number[2]) + (1 if number[1] == "batch" else 1024)
             larger = re.sub(r"\d+$", str(more), asked)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from ladder.checkpoint import load_model, newest
 from ladder.config import build
 from ladder.models.errors import UserError
-from ladder.train import metrics, shards, step
+from ladder.train import checkpointer, metrics, shards, step
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
 from tests.distributed import Pools, RankError
@@ -120,11 +120,11 @@ def test_an_exception_waits_for_the_save_under_way(corpus: Path, tmp_path: Path)
 
 
 def fail_on_rank_1(rank: int, world: int, settings: dict[str, Any]) -> tuple[str, int]:
-    """The disk is full for rank 1 at the second save; returns the error and the steps done."""
+    """The disk is full for rank 1 after the first save; returns the error and the steps done."""
     steps: list[int] = []
 
     def on_write(path: Path) -> None:
-        if rank == 1 and saved_step(path) == 4:
+        if rank == 1 and saved_step(path) > 2:
             raise OSError(28, "No space left on device")
 
     config = build(TrainConfig, settings, "test recipe")
@@ -136,18 +136,51 @@ def fail_on_rank_1(rank: int, world: int, settings: dict[str, Any]) -> tuple[str
 def test_a_save_that_fails_on_one_rank_fails_on_all(
     corpus: Path, tmp_path: Path, pools: Pools
 ) -> None:
-    """At the next save. Catches a checkpoint that lacks a rank's shards, ranks that go on alone,
-    and an error that is never heard."""
+    """And so does the next save. Catches a checkpoint that lacks a rank's shards, ranks that go on
+    alone, and an error that is never heard."""
     run = tmp_path / "run"
     config = recipe(corpus, run, tp=2, checkpoint_interval=2, steps=8)
     for message, steps in pools(2).run(fail_on_rank_1, config.to_dict()):
         assert (
-            "step-000004 cannot be written ([Errno 28] No space left on device on rank" in message
+            "step-000006 cannot be written ([Errno 28] No space left on device on rank" in message
         )
         assert "make room" in message
         assert steps == 6
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000002"]
     train(recipe(corpus, run, steps=8), device="cpu", resume=True, stop_after=3)
+
+
+def fail_on_one_rank(rank: int, world: int, settings: dict[str, Any]) -> None:
+    """The disk is full for the last rank at step 2, and for rank 0 at the end of step 6's save."""
+
+    def on_write(path: Path) -> None:
+        if rank == 1 and saved_step(path) == 2:
+            raise OSError(28, "No space left on device")
+
+    def on_record(path: Path, text: str) -> None:
+        if path.parent.name == ".step-000006.partial":
+            raise UserError("full") from OSError(28, "No space left on device")
+        write(path, text)
+
+    write = checkpointer.write_text
+    checkpointer.write_text = on_record
+    try:
+        with hooks(on_write):
+            train(build(TrainConfig, settings, "test recipe"), device="cpu")
+    finally:
+        checkpointer.write_text = write
+
+
+def test_ranks_make_up_together_for_a_save_that_failed_on_one(
+    corpus: Path, tmp_path: Path, pools: Pools
+) -> None:
+    """Catches a rank that ends where the others save again, and plans that a failure has undone."""
+    config = recipe(corpus, tmp_path / "run", tp=2, checkpoint_interval=2, steps=8)
+    pools(2).run(fail_on_one_rank, config.to_dict())
+    assert steps_of(tmp_path / "run") == [4, 8]
+    pools(2).run(go_on, config.to_dict() | {"out": str(tmp_path / "whole")}, False)
+    for name, value in weights(tmp_path / "whole").items():
+        assert torch.equal(value, weights(tmp_path / "run")[name]), name
 
 
 def killed_while_writing(rank: int, world: int, settings: dict[str, Any], step: int) -> None:

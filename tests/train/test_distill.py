@@ -23,6 +23,7 @@ from ladder.checkpoint import (
     write_config,
     write_tensors,
 )
+from ladder.convert.command import convert
 from ladder.models import Ranks, Reducer, UserError
 from ladder.models import loss as losses_module
 from ladder.models.loss import teacher_losses
@@ -34,7 +35,17 @@ from tests.chats import make_chats, prepare_chats
 from tests.corpus import swap_two_tokens
 from tests.distributed import Pools, tp_mesh
 from tests.samples import full_model, small_config
-from tests.train.runs import recipe, recorded, run_on_ranks, seal, stored, untimed, weights
+from tests.train.runs import (
+    fail_on_ranks,
+    flip,
+    recipe,
+    recorded,
+    run_on_ranks,
+    seal,
+    stored,
+    untimed,
+    weights,
+)
 
 VOCABULARY = 301  # divides unevenly
 
@@ -220,7 +231,7 @@ def test_models_are_told_apart_by_their_weights(base: Path, tmp_path: Path) -> N
     [
         ({"distill_weight": 1.5}, r"distill_weight=1.5 must be in \[0, 1\]"),
         ({"distill_temperature": 0.0}, "distill_temperature=0.0 must be above 0"),
-        ({"teacher": "/nowhere"}, "/nowhere does not exist"),
+        ({"teacher": "/nowhere"}, "^teacher=/nowhere does not exist"),
         (
             {"teacher": "", "distill_weight": 0.8},
             r"distill_weight=0.8 without a teacher: give teacher=FOLDER, or leave .* out",
@@ -252,6 +263,24 @@ def test_another_vocabulary_is_refused(corpus: Path, base: Path, tmp_path: Path)
     write_tensors(tmp_path / "other", WEIGHTS, model_entries(model), True)
     config = distilling(corpus, base, tmp_path / "run", teacher=str(tmp_path / "other"))
     with pytest.raises(UserError, match="has vocab_size=310, the student 300"):
+        train(config, device="cpu")
+
+
+def test_a_teacher_that_cannot_run_is_told_from_the_student(
+    corpus: Path, base: Path, tmp_path: Path, pools: Pools
+) -> None:
+    """Before the student is made, which four ranks cannot hold either; and if its weights fail."""
+    teacher = tmp_path / "teacher"
+    convert(newest(base), teacher, "desync-2x", 2)
+    config = distilling(corpus, base, tmp_path / "run", teacher=str(teacher))
+    messages = pools(4).run(fail_on_ranks, config.to_dict() | {"tp": 4}, False)
+    words = f"teacher={teacher}: plan 'desync-2x' depends on T and this model has tp_degree=2"
+    assert all(each.startswith(words) for each in messages), messages
+    shutil.copytree(base, tmp_path / "damaged")
+    file = newest(tmp_path / "damaged") / "model.safetensors"
+    flip(file)
+    config = distilling(corpus, base, tmp_path / "run", teacher=str(tmp_path / "damaged"))
+    with pytest.raises(UserError, match=rf"^teacher={tmp_path}/damaged: .*as teacher$"):
         train(config, device="cpu")
 
 

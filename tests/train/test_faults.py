@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import threading
@@ -16,7 +17,7 @@ import torch
 
 from ladder.checkpoint import newest
 from ladder.models.errors import UserError
-from ladder.train import metrics, shards
+from ladder.train import checkpointer, loop, metrics, shards
 from ladder.train.interruption import Interruption
 from ladder.train.loop import train
 from tests.commands import Start
@@ -138,6 +139,73 @@ def test_a_full_disk_loses_no_checkpoint(corpus: Path, tmp_path: Path, start: St
     assert not all(torch.equal(value, weights(run)[name]) for name, value in before.items())
 
 
+def full_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """The disk is full for the checkpoints of these steps."""
+    write = shards.write_file
+
+    def full(path: Path, *arguments: Any) -> None:
+        if int(path.parent.name.split("-")[1].split(".")[0]) in steps:
+            raise OSError(28, "No space left on device")
+        write(path, *arguments)
+
+    monkeypatch.setattr(shards, "write_file", full)
+
+
+@pytest.mark.parametrize("where", ["tensors", "record"])
+def test_a_save_that_failed_once_is_made_up_for_by_the_next(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+) -> None:
+    """Catches newer weights that are dropped for the failure of older ones."""
+    full_at(monkeypatch, *([2] if where == "tensors" else []))
+    write = checkpointer.write_text
+
+    def no_record(path: Path, text: str) -> None:
+        if where == "record" and path.parent.name == ".step-000002.partial":
+            path = tmp_path / "gone" / path.name  # files.write_text gives a UserError
+        write(path, text)
+
+    monkeypatch.setattr(checkpointer, "write_text", no_record)
+    train(recipe(corpus, tmp_path / "run", checkpoint_interval=2), device="cpu")
+    assert steps_of(tmp_path / "run") == [4, 6]
+    (warning,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("warning: "))
+    assert "step-000002 could not be written ([Errno " in warning
+    assert warning.endswith("; saving step-000004 in its place")
+
+
+def test_a_save_that_failed_costs_no_step_when_told_to_stop(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full_at(monkeypatch, 2)
+    take, taken = loop.take_step, []
+
+    def told(*arguments: Any) -> Any:
+        taken.append(arguments)
+        if len(taken) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return take(*arguments)
+
+    monkeypatch.setattr(loop, "take_step", told)
+    assert train(recipe(corpus, tmp_path / "run", checkpoint_interval=2), device="cpu") is None
+    assert steps_of(tmp_path / "run") == [3]
+    assert "told to stop (SIGTERM): saved step 3 of 6" in capsys.readouterr().out
+
+
+def test_two_saves_that_fail_end_the_run_at_the_second(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_at(monkeypatch, 2, 4)
+    with pytest.raises(UserError, match=r"step-000004 cannot be written .*make room"):
+        train(recipe(corpus, tmp_path / "run", checkpoint_interval=2, steps=8), device="cpu")
+    assert losses(tmp_path / "run")[4:] == []
+
+
 def test_only_the_newest_checkpoints_are_kept(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +223,28 @@ def test_only_the_newest_checkpoints_are_kept(
     assert seen[::2] == seen[1::2] == [[], [1], [1, 2], [2, 3], [3, 4], [4, 5]]
     assert steps_of(run) == [5, 6]
     assert len(list((run / "checkpoints").iterdir())) == 2
+
+
+def test_fewer_checkpoints_free_a_full_disk_before_the_first_save(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a disk that stays full since a save must succeed first; and, with the number that
+    the run had, older checkpoints that go, though a step that was not finite kept them."""
+    run = tmp_path / "run"
+    train(recipe(corpus, run, checkpoint_interval=1), device="cpu", stop_after=3)
+    shutil.copytree(run, tmp_path / "other")
+    seen: list[list[int]] = []
+    write = shards.write_file
+
+    def watched(path: Path, *arguments: Any) -> None:
+        seen.append(steps_of(path.parents[2]))
+        write(path, *arguments)
+
+    monkeypatch.setattr(shards, "write_file", watched)
+    train(recipe(corpus, run, keep_checkpoints=1), device="cpu", resume=True)
+    train(recipe(corpus, tmp_path / "other"), device="cpu", resume=True)
+    assert seen[::2] == seen[1::2] == [[3], [1, 2, 3]]
+    assert steps_of(run) == [6]
 
 
 def test_metrics_on_a_full_disk_end_the_run_with_a_remedy(

@@ -119,6 +119,22 @@ def test_a_loss_that_is_not_finite_on_a_full_disk_claims_no_checkpoint(
         assert not steps_of(tmp_path / name)
 
 
+def test_a_save_that_failed_costs_no_step_before_a_loss_that_is_not_finite(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = shards.write_file
+
+    def full(path: Path, *arguments: Any) -> None:
+        if path.parent.name == ".step-000002.partial":
+            raise OSError(28, "No space left on device")
+        write(path, *arguments)
+
+    monkeypatch.setattr(shards, "write_file", full)
+    settings = recipe(corpus, tmp_path / "run", checkpoint_interval=2).to_dict()
+    assert "The run up to step 3 is saved" in spoilt_at(0, 1, settings, 4)
+    assert steps_of(tmp_path / "run") == [3]
+
+
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [

@@ -173,7 +173,7 @@ def test_a_trained_mistral_goes_back_as_one(corpus: Path, tmp_path: Path) -> Non
             "convert_layers with plan 'desync-2x', which depends on T",
         ),
         ({"plan": "ladder", "tp_degree": 2}, "leave tp_degree out"),
-        ({"init": "/nowhere"}, "/nowhere does not exist"),
+        ({"init": "/nowhere"}, "^init=/nowhere does not exist"),
         ({"seq_len": 4096}, "seq_len=4096 is longer than the model's max_seq_len=.*; lower it$"),
     ],
 )

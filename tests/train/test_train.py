@@ -167,6 +167,7 @@ def test_the_least_eps_keeps_steps_finite() -> None:
         ({"plan": "desync-2x", "tp_degree": 3}, "tp_degree=3 does not divide num_heads=4"),
         ({"model": "tinny"}, "did you mean 'tiny'"),
         ({"micro_batch_size": 3}, "micro_batch_size=3 does not divide"),
+        ({"seq_len": 10**6}, r"^data=\S*: seq_len=1000000 is longer than split 'train'"),
         ({"tp": 2}, "start it with --nproc"),
         ({"data": "/nowhere"}, "no prepared data in /nowhere"),
     ],
@@ -185,7 +186,7 @@ def test_held_out_text_is_looked_for_before_training(corpus: Path, tmp_path: Pat
     data = tmp_path / "data"
     shutil.copytree(corpus, data)
     changes = {"seq_len": 2000, "model": {**SHAPE, "max_seq_len": 4000}}
-    with pytest.raises(UserError, match="seq_len=2000 is longer than split 'heldout'"):
+    with pytest.raises(UserError, match=r"^data=\S*: seq_len=2000 is longer than split 'heldout'"):
         train(recipe(data, tmp_path / "run", **changes), device="cpu")
     (data / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="is not the tokenizer that the tokens were made with"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from ladder.bench.ops.derive import sizes
 from ladder.bench.ops.points import OpPoint, Variant, accepts, check_options, expand, variants
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, unknown
 from ladder.ops.registry import OPERATORS
 from ladder.perf.nodes import declaration
 from ladder.perf.operators.lower import OPS
@@ -19,6 +19,7 @@ from ladder.perf.prediction.command import machine_of
 from ladder.plans import aligned
 
 NCCL = "NCCL"
+MOST_ROWS = 2**17  # of a product: its tiles are simulated one by one, here for minutes
 HEAD = ["operator", "shape", "m", "implementation", "us", "ECT us", "E", "eager us", "E"]
 EXPLANATION = """\
 alone: the product by cuBLAS. ECT: the time beyond it. E: the share of NCCL's ECT that is hidden;
@@ -28,7 +29,15 @@ turns of `ladder bench ops`."""
 
 
 def main(options: Any) -> int:
+    for op in options.ops or ():  # before `check_options`, which knows more operators
+        if op not in OPERATORS:
+            raise unknown("--ops", op, OPS)
+        if op not in OPS:
+            raise UserError(f"--ops={op} is not predicted; choose from {', '.join(OPS)}")
     check_options(options)
+    for m in options.m or ():
+        if m > MOST_ROWS:
+            raise UserError(f"--m={m} must be 1 to {MOST_ROWS:,}")
     machine = machine_of(options)
     if options.tp is None and machine.gpus < 2:
         raise UserError(
@@ -37,9 +46,6 @@ def main(options: Any) -> int:
     ranks = options.tp = machine.gpus if options.tp is None else options.tp
     if ranks < 2:
         raise UserError(f"--tp={ranks}: a rank alone has nothing to exchange; give 2 or more")
-    for op in options.ops or ():
-        if op not in OPS:
-            raise UserError(f"--ops={op} is not predicted; choose from {', '.join(OPS)}")
     asked = Namespace(**{**vars(options), "ops": options.ops or list(OPS)})
     points, left_out = expand(asked, ranks, cpu=False)
     wanted = variants(options.implementations, asked.ops, options.tune)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import shlex
 from typing import Any
 
-from ladder.comm.switch import P2P_SWITCH
 from ladder.files import check_names_file, write_text
 from ladder.models.errors import UserError
-from ladder.perf.nodes import without_peers
 from ladder.perf.planner import report
-from ladder.perf.planner.candidates import ask, work
-from ladder.perf.planner.inference import untimed
+from ladder.perf.planner.candidates import ask
 from ladder.perf.planner.question import BATCHES, Question, divided, recommended
 from ladder.perf.planner.remedies import nothing_fits
+from ladder.perf.planner.running import commands, lacking
 from ladder.perf.planner.subject import machines, subject, weights_of
 
 CONTEXT = 1024  # unless the user gives one
@@ -28,12 +25,10 @@ def main(options: Any) -> int:
     question = question_of(options)
     rows, left_out = ask(question)
     best = recommended(rows, question.objective)
-    run = work(question).command(question, best.candidate) if best else []
-    words = [*launcher(question), *run] if run else []
     if options.page is not None:
         from ladder.perf.planner.page import as_page
 
-        write_text(options.page, as_page(question, rows, left_out, best, words))
+        write_text(options.page, as_page(question, rows, left_out, best))
     if options.trace is not None:
         from ladder.perf.planner.trace import write_trace
 
@@ -41,24 +36,17 @@ def main(options: Any) -> int:
             raise UserError(f"--trace is of what is recommended; {nothing_fits(question, rows)}")
         write_trace(options.trace, best, question.phase, question.micro_batch)
     if options.json:
-        print(json.dumps(report.as_data(question, rows, left_out, best, words), indent=1))
+        print(json.dumps(report.as_data(question, rows, left_out, best), indent=1))
         return 0
     print(report.text(question, rows, left_out, best))
-    if best and not words:
-        print(untimed(question, best.candidate))
-    else:
-        print(f"next: {shlex.join(words)}" if best else nothing_fits(question, rows))
+    named = report.named(question, rows, best)
+    for said in lacking(question, named):
+        print(said)
+    for each in commands(question, named):
+        print(f"next: {each}")
+    if best is None:
+        print(nothing_fits(question, rows))
     return 0
-
-
-def launcher(question: Question) -> list[str]:
-    """The first words of a command. A training step on several nodes is launched on each node."""
-    if question.phase != "train" or question.nodes == 1:
-        off = without_peers(question.machine) and question.phase == "train"
-        return ["env", f"{P2P_SWITCH}=1", "ladder"] if off else ["ladder"]
-    nodes = ["--nnodes", str(question.nodes), "--nproc-per-node", str(question.machine.gpus)]
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
-    return ["torchrun", *nodes, *meeting, "-m", "ladder"]
 
 
 def question_of(options: Any) -> Question:

@@ -222,7 +222,7 @@ def fit_table(question: Question) -> list[list[str]]:
 
 
 def most_sequences(machine: Machine, asked: Callable[[int], Memory]) -> int:
-    """The most sequences whose memory fits. asked: the memory of so many."""
+    """The most sequences of a batch whose memory fits. asked: the memory of so many."""
 
     def fits(batch: int) -> bool:
         return memory.fits(asked(batch), machine)
@@ -230,8 +230,9 @@ def most_sequences(machine: Machine, asked: Callable[[int], Memory]) -> int:
     if not fits(1):
         return 0
     low, high = 1, 2
-    while fits(high):
+    while high <= MOST_BATCH and fits(high):
         low, high = high, 2 * high
+    high = min(high, MOST_BATCH + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -271,8 +272,9 @@ def untimed(question: Question, each: Candidate) -> str:
     while context and _benchmark(replace(question, context=context), each)[2] > room:
         context //= 2
     return (
-        f"no command times it: `ladder bench inference`, which checks the engine against float32 "
-        f"first, takes {size / GIB:.1f} GiB of a GPU for it, of which {room / GIB:.1f} can be used"
+        f"no command times batch {each.batch}: `ladder bench inference`, which checks the engine "
+        f"against float32 first, takes {size / GIB:.1f} GiB of a GPU for it, of which "
+        f"{room / GIB:.1f} can be used"
         f"{f'; there is one with --context {context}' * bool(context)}"
     )
 

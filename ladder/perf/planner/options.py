@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         type=int,
         default=1,
-        help="such machines; training steps join them, copies of inference lie within one",
+        help="number of machines; training spans all of them, each inference copy stays on one",
     )
     phase = parser.add_mutually_exclusive_group()
     for name, text in (
@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cache", choices=("bf16", "fp8"), default="bf16",
-        help="of inference, how keys and values are stored (bf16)",
+        help="of inference, how keys and values are stored",
     )  # fmt: skip
     parser.add_argument(
         "--layouts",
@@ -104,8 +104,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="PERCENT",
-        help="by how much what an operation takes differs between ranks: its standard deviation in "
-        "%%; what waiting for the slowest then adds to each plan",
+        help="standard deviation, in %%, of an operation's time between ranks; adds the wait for "
+        "the slowest rank",
     )
 
 
@@ -115,7 +115,7 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="RECORDS",
-        help="records of your own machine, from which what its file leaves out is fitted: an "
+        help="your own benchmark records; used to fit what the machine file does not contain: an "
         "inference.jsonl with llama-3-8b, none, batch 1; for training a train.jsonl, too",
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,16 +21,15 @@ from ladder.models.errors import UserError
 from ladder.perf.planner import report
 from ladder.perf.planner.candidates import ask, work
 from ladder.perf.planner.drawing import pareto, timeline
-from ladder.perf.planner.inference import untimed
 from ladder.perf.planner.question import BATCHES, Question, Row, divided
 from ladder.perf.planner.remedies import nothing_fits
+from ladder.perf.planner.running import commands, lacking
 from ladder.plans import aligned
 
 
 def as_page(
-    question: Question, rows: Sequence[Row], left_out: Sequence[str], best: Row | None,
-    words: Sequence[str],
-) -> str:  # fmt: skip
+    question: Question, rows: Sequence[Row], left_out: Sequence[str], best: Row | None
+) -> str:
     title = report.title(question)
     said = report.verdicts(question, rows, best)
     finding = " ".join(said) if said else nothing_fits(question, rows)
@@ -44,8 +42,10 @@ def as_page(
         if available():
             kernels = timeline(best, question.phase, f"{best.candidate}, {best.us / 1e3:.3f} ms")
             parts.append(Figure(kernels, "What rides on a kernel is drawn as long as the kernel."))
-        run = Code(shlex.join(words)) if words else Text(untimed(question, best.candidate))
-        parts += [Heading("To run the recommendation"), run]
+        named = report.named(question, rows, best)
+        parts.append(Heading("To run the recommendation"))
+        parts += map(Text, lacking(question, named))
+        parts += map(Code, commands(question, named))
     parts += [Heading("What fits, GiB of a GPU"), _table(work(question).fit_table(question))]
     parts += map(Text, report.at_most(question))
     for batch in dict.fromkeys(row.candidate.batch for row in rows):

@@ -14,6 +14,7 @@ from ladder.perf.nodes import borrowed, declaration
 from ladder.perf.planner.candidates import work
 from ladder.perf.planner.inference import most_batch
 from ladder.perf.planner.question import CLOSE, Question, Row, order, recommended, score
+from ladder.perf.planner.running import running
 from ladder.perf.planner.subject import CHECKPOINT
 from ladder.plans import aligned
 
@@ -179,11 +180,16 @@ def notes(question: Question, rows: Sequence[Row], left_out: Sequence[str]) -> l
 
 
 def verdicts(question: Question, rows: Sequence[Row], best: Row | None) -> list[str]:
-    """The recommendations in words: one for each batch, since the user chooses it; for throughput a
-    single one."""
+    """The recommendations in words."""
+    return [verdict(question, rows, each) for each in named(question, rows, best)]
+
+
+def named(question: Question, rows: Sequence[Row], best: Row | None) -> list[Row]:
+    """The rows that are recommended in words: one for each batch, since the user chooses it; for
+    throughput a single one."""
     if best is None or question.objective == "throughput":
-        return [verdict(question, rows, best)] if best else []
-    return [verdict(question, rows, each) for each in by_batch(question, rows).values()]
+        return [best] if best else []
+    return list(by_batch(question, rows).values())
 
 
 def by_batch(question: Question, rows: Sequence[Row]) -> dict[int, Row]:
@@ -233,9 +239,8 @@ def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
 
 
 def as_data(
-    question: Question, rows: Sequence[Row], left_out: Sequence[str], best: Row | None,
-    words: Sequence[str],
-) -> dict[str, Any]:  # fmt: skip
+    question: Question, rows: Sequence[Row], left_out: Sequence[str], best: Row | None
+) -> dict[str, Any]:
     head, *fitting = work(question).fit_table(question)
     return {
         "model": question.subject.name, "weights": question.weights, "cache": question.cache,
@@ -248,9 +253,10 @@ def as_data(
         "left_out": list(left_out),
         "recommended": None if best is None else row_data(best),
         "recommended_by_batch": {
-            str(batch): row_data(row) for batch, row in by_batch(question, rows).items()
+            str(batch): {**row_data(row), "command": shlex.join(running(question, row))}
+            for batch, row in by_batch(question, rows).items()
         },
-        "command": shlex.join(words),
+        "command": "" if best is None else shlex.join(running(question, best)),
     }  # fmt: skip
 
 

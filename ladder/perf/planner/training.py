@@ -8,7 +8,7 @@ from ladder.bench.training.points import Layout, parse_layout
 from ladder.config import CHECKPOINTING
 from ladder.models.errors import UserError
 from ladder.models.ranks import Ranks
-from ladder.parallel.refusals import sharded_refusal
+from ladder.parallel.refusals import rows_refusal, sharded_refusal
 from ladder.perf import memory, phases
 from ladder.perf.cost_training import groups
 from ladder.perf.memory import GIB, Memory
@@ -90,8 +90,8 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
     """All candidates. Those that a default includes but that cannot run go to `left_out`.
 
     Under data parallelism alone there is nothing to sum, and all plans do the same work: without
-    --plans there is only `standard`. A plan that sequence parallelism refuses gets the default
-    layouts without it.
+    --plans there is only `standard`. A plan or a batch that sequence parallelism refuses gets the
+    default layouts without it.
     """
     if not question.layouts:
         question.leave_out_degrees(left_out)
@@ -119,15 +119,25 @@ def candidates(question: Question, left_out: LeftOut) -> Iterator[Candidate]:
             if degree % tp:
                 left_out.add(plan, layout.name, f"T is {degree}, which {tp} does not divide")
                 continue
-            name = layout.name
             refusal = sharded_refusal(config.plan, Ranks(degree, 0, degree // tp))
-            if layout.sequence_parallel and refusal:
-                if question.layouts:
-                    left_out.add(plan, name, f"not for sequence parallelism ({refusal})")
-                    continue
-                name = name.replace("+sp", "")
             for batch in dict.fromkeys(question.batches):
+                name = layout.name
+                if layout.sequence_parallel and (why := refusal or _uneven(question, tp, batch)):
+                    if question.layouts:
+                        left_out.add(plan, name, f"not for sequence parallelism ({why})")
+                        continue
+                    name = _without_sp(layout)
                 yield Candidate(plan, config, tp, name, batch)
+
+
+def _uneven(question: Question, tp: int, batch: int) -> str | None:
+    """Why sequence parallelism cannot split the tokens of a batch's passes, or None."""
+    return rows_refusal(question.micro_batch or batch, question.context, tp)
+
+
+def _without_sp(layout: Layout) -> str:
+    """The name of a default layout without sequence parallelism."""
+    return layout.name.replace("+sp", "")
 
 
 def _missing(question: Question, layout: Layout) -> str:
@@ -183,12 +193,17 @@ def fit_table(question: Question) -> list[list[str]]:
     subject, table = question.subject, [FITS]
     for layout in layouts(question):
         for batch in dict.fromkeys(question.batches):
-            each = Candidate("standard", subject.shape, layout.tp, layout.name, batch)
+            name = layout.name
+            if layout.sequence_parallel and _uneven(question, layout.tp, batch):
+                if question.layouts:
+                    continue
+                name = _without_sp(layout)
+            each = Candidate("standard", subject.shape, layout.tp, name, batch)
             found = held(question, each)
             parts = (found.weights, found.optimiser, found.gradients, found.activations,
                      found.reserve, found.total)  # fmt: skip
             said = "yes" if memory.fits(found, question.machine) else "NO"
-            table.append([layout.name, str(batch), *(f"{each / GIB:.1f}" for each in parts), said])
+            table.append([name, str(batch), *(f"{each / GIB:.1f}" for each in parts), said])
     return table
 
 
