@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ladder.kernels import decode_shapes
 from ladder.kernels.decode_shapes import Cut
+from ladder.models.eight_bits import BY_ROWS
 
 
 class Product(NamedTuple):
@@ -31,12 +32,12 @@ class Way(NamedTuple):
 
 def in_pieces(rows: int, product: Product) -> bool:
     """Whether a step multiplies this weight by pieces of its input (`ladder.kernels.pieces`)."""
-    return product.normed and product.weights == "fp8" and decode_shapes.by_pieces(rows)
+    return product.normed and product.weights in BY_ROWS and decode_shapes.by_pieces(rows)
 
 
 def in_half(rows: int, product: Product) -> bool:
     """Whether a step multiplies this weight by an input in float16 (`ladder.infer.halves`)."""
-    return not product.normed and product.weights == "fp8" and decode_shapes.by_halves(rows)
+    return not product.normed and product.weights in BY_ROWS and decode_shapes.by_halves(rows)
 
 
 def today(rows: int, product: Product) -> Cut:

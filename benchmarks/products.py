@@ -100,7 +100,7 @@ def new_input(rows: int, product: Product) -> Input:
         return Input(x, {})
     job = kernels.new_landing(x)
     if in_pieces(rows, product):
-        job = with_pieces(job)
+        job = with_pieces(job, QUANTISED[product.weights])
     kernels.land(job)
     return Input(x, {"squares": job.squares, "pieces": job.pieces, "eps": EPS})
 

@@ -32,8 +32,10 @@ from ladder.kernels.gemm import (
 from ladder.kernels.gemm import gemm as run_gemm
 from ladder.kernels.landing import with_pieces
 from ladder.kernels.limits import CHUNK
+from ladder.kernels.pieces import LOWS
 from ladder.kernels.slots import SlotArrivals, land_slots, sum_slots, sum_slots_reference
 from ladder.models import Reducer
+from ladder.models.eight_bits import BY_ROWS
 from ladder.models.quantised import quantise
 from ladder.models.storage import QUANTISED
 from ladder.ops.bags import pool
@@ -198,16 +200,20 @@ def in_pieces(dtype: torch.dtype) -> Pairs:
     """Landings that make pieces, and products that read them."""
     if dtype != torch.bfloat16:
         return
-    for rows in (2, 9, 33):
+    for kind, rows in product(BY_ROWS, (2, 9, 33)):
         for outputs, size in ((7, 200), (66, 1304), (2050, 2112), (8450, 256)):
             x, weights = random(dtype, rows, size), random(torch.float32, 2, outputs, size)
-            (gate, one), (up, other) = (quantise(each / size**0.5, "fp8", "w") for each in weights)
-            job, wanted = (with_pieces(kernels.new_landing(x)) for _ in range(2))
+            (gate, one), (up, other) = (quantise(each / size**0.5, kind, "w") for each in weights)
+            stored = QUANTISED[kind]
+            job, wanted = (with_pieces(kernels.new_landing(x), stored) for _ in range(2))
             kernels.land_reference(wanted)
             kernels.land(job)
             assert wanted.pieces is not None
             assert job.pieces is not None
-            yield job.pieces.values.float(), wanted.pieces.values.float()
+            yield tuple(
+                each.pieces.values[0].float() * LOWS[stored] + each.pieces.values[1].float()
+                for each in (job, wanted)
+            )
             yield job.pieces.factors, wanted.pieces.factors
             pieces = {"squares": job.squares, "eps": 1e-5, "pieces": job.pieces}
             for matrix in (None, up):

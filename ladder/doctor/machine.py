@@ -272,7 +272,7 @@ def probe_decode_kernels() -> str:
         "fused kernels in Triton; models with biases of outputs or MLPs, adapters, "
         "mixers or feed-forwards of your own, or that compute in another dtype than their weights' "
         "decode by plain modules"
-        + ("; products in fp8 by pieces, which are faster, need Hopper" if converted else "")
+        + ("; products in 8 bits by pieces, which are faster, need Hopper" if converted else "")
     )
 
 

@@ -238,7 +238,8 @@ def fuse(model: Transformer) -> InferenceTransformer:
     # No two layers' attention run at once (`Plan.beside`), so they can share these counters.
     arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=weight.device)
     layers = list(model.model.layers)
-    splits = _splits(layers[0].mlp.gate_proj, weight)
+    splits = _pieces_of(layers[0].mlp.gate_proj, weight)
+    halves = splits is not None
     overlaps: Overlap | None = None
     if isinstance(base, PushReducer) and layers[0].self_attn.q_proj.scales is None:
         where = device_name(weight.device), base.ranks.processes
@@ -251,13 +252,13 @@ def fuse(model: Transformer) -> InferenceTransformer:
 
     def mixer(config: ModelConfig, layer: int) -> Sublayer:
         attention, norm = layers[layer].self_attn, layers[layer].input_layernorm
-        packed = FusedAttention(config, attention, gains(norm), table, arrived, splits)
+        packed = FusedAttention(config, attention, gains(norm), table, arrived, halves)
         return _take(attention, packed)
 
     def feed_forward(config: ModelConfig, layer: int) -> Sublayer:
         first = layers[layer].input_layernorm  # `parallel` has one norm
         norm = getattr(layers[layer], "post_attention_layernorm", first)
-        return _take(layers[layer].mlp, FusedMLP(config, layers[layer].mlp, gains(norm), splits))
+        return _take(layers[layer].mlp, FusedMLP(config, layers[layer].mlp, gains(norm), halves))
 
     def head(config: ModelConfig) -> nn.Module:
         # The final mean averages the ranks' normed residuals, so their norm keeps its weight.
@@ -302,12 +303,14 @@ def _refuse(shape: torch.Size) -> PassFactory:
     )
 
 
-def _splits(matrix: ParallelLinear, weight: Tensor) -> bool:
-    """Whether decode steps multiply e4m3 weights by pieces of their input. This needs bfloat16, a
-    scale for each row and, on a GPU, Hopper, for whose tensor cores the pieces are cut."""
+def _pieces_of(matrix: ParallelLinear, weight: Tensor) -> torch.dtype | None:
+    """The dtype of the pieces of inputs by which decode steps multiply weights in 8 bits; None: by
+    the inputs. Pieces need bfloat16, a scale for each row and, on a GPU, Hopper, for whose tensor
+    cores products of pieces are cut."""
     hopper = not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] == 9
-    stored = local(matrix.weight).dtype == torch.float8_e4m3fn and matrix.scales.dim() == 1
-    return hopper and stored and weight.dtype == torch.bfloat16
+    stored = matrix.scales is not None and matrix.scales.dim() == 1
+    fits = hopper and stored and weight.dtype == torch.bfloat16
+    return local(matrix.weight).dtype if fits else None
 
 
 def _take(source: Sublayer, fused: Sublayer) -> Sublayer:
@@ -334,7 +337,7 @@ class PassReducers:
 
     def __init__(
         self, base: Reducer, plan: Plan, token_bytes: int, insists: bool = False,
-        overlaps: Callable[[int, Mode], bool] | None = None, splits: bool = False,
+        overlaps: Callable[[int, Mode], bool] | None = None, splits: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.base, self.plan, self.token_bytes = base, plan, token_bytes
         self.insists, self.overlaps = insists, overlaps

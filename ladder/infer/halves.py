@@ -1,12 +1,13 @@
-"""float16 inputs of decode products with weights in e4m3: attention's output and SwiGLU's.
+"""float16 inputs of decode products with weights in 8 bits: attention's output and SwiGLU's.
 
-Hopper converts two e4m3 values to float16 with one instruction, and to bfloat16 with four. float16
-holds nothing beyond 65504, but both inputs have bounds, by Cauchy and Schwarz: no normed input of D
-elements is longer than sqrt(D), so no element of its product is beyond sqrt(D) times the length of
-the weight's row. (The row is multiplied by the norm's weight where that is not folded into the
-matrix.) The inputs are scaled by a power of two that follows from this bound. The weights' scales
-absorb the factor, so no kernel multiplies by it. Only rounding changes: elements above 2^-31 of the
-bound lose no more than in bfloat16. With an fp8 cache, values below its least scale change, too.
+Hopper converts two values of e4m3 to float16 with one instruction, and to bfloat16 with four; two
+of int8 with three, and with four. float16 holds nothing beyond 65504, but both inputs have bounds,
+by Cauchy and Schwarz: no normed input of D elements is longer than sqrt(D), so no element of its
+product is beyond sqrt(D) times the length of the weight's row. (The row is multiplied by the norm's
+weight where that is not folded into the matrix.) The inputs are scaled by a power of two that
+follows from this bound. The weights' scales, one for each row, absorb the factor, so no kernel
+multiplies by it. Only rounding changes: elements above 2^-31 of the bound lose no more than in
+bfloat16. With an fp8 cache, values below its least scale change, too.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def halve_attention(
 
 
 def _lengths(matrix: Matrix, gain: Tensor) -> Tensor:
-    """The lengths of the rows of an e4m3 matrix, times `gain`: [N] float32."""
+    """The lengths of the rows of a matrix in 8 bits, times `gain`: [N] float32."""
     assert matrix.scales is not None
     rows = matrix.weight
     squares = [(rows[some].float() * gain).square().sum(1) for some in pieces(*rows.shape)]

@@ -38,7 +38,7 @@ from ladder.kernels import decode_shapes
 from ladder.kernels.carveout import stages_that_fit
 from ladder.kernels.landing import PushTarget, bits_of
 from ladder.kernels.limits import CHUNK, MAX_ROWS
-from ladder.kernels.pieces import Pieces
+from ladder.kernels.pieces import MOST_COLUMNS, Pieces
 from ladder.kernels.tiles import _tile, _tile_of_pieces
 from ladder.kernels.vectors import _product
 from ladder.models.eight_bits import BLOCK
@@ -109,6 +109,13 @@ def _project_kernel(
               ALIGN)  # fmt: skip
 
 
+def _kind_of(dtype: torch.dtype) -> object:
+    """The Triton type in which pieces are multiplied; the interpreter cannot multiply e4m3."""
+    if dtype == torch.int8:
+        return tl.int8
+    return tl.float32 if interpreted() else tl.float8e4nv
+
+
 def project(
     x: Tensor, weight: Tensor, up: Tensor | None = None, *,
     squares: Tensor | None = None, pieces: Pieces | None = None, eps: float = 0.0,
@@ -122,9 +129,9 @@ def project(
 
     up: the result is silu(x weight^T) * (x up^T). squares: x is a residual before its norm (of
     weight 1), and these are the sums of squares from its landing. pieces: those of x, which
-    multiply a weight in e4m3 with a scale for each row if `decode_shapes.by_pieces`. add: [M, N],
-    added with `factor` to the pushed result (without `push`, to the returned one). push: the slots
-    on every rank to which the result is written. keep: also return the result, without `add`.
+    multiply a weight of their dtype with a scale for each row if `decode_shapes.by_pieces`. add:
+    [M, N], added with `factor` to the pushed result (without `push`, to the returned one). push:
+    the slots on every rank to which the result is written. keep: also return it, without `add`.
     scales: of weights that are stored in 8 bits (ladder.models.quantised). They are read as stored,
     and converted in registers, except with `pieces`; the sum of a row, or of a block's columns, is
     multiplied by its scale. fixed: no kernel that may still run when this is launched writes the
@@ -159,11 +166,14 @@ def project(
         y = project_reference(x, weight, up, squares=squares, eps=eps, scales=scales, **plain)
         return y.to(gives) if out is None else out.copy_(y)
     blocked = scales is not None and scales[0].dim() == 2
-    if weight.dtype != torch.float8_e4m3fn or blocked or not decode_shapes.by_pieces(rows):
+    if pieces is not None and (
+        weight.dtype != pieces.values.dtype or blocked or not decode_shapes.by_pieces(rows)
+        or size > MOST_COLUMNS
+    ):  # fmt: skip
         pieces = None
     padded, block, step, warps, stages, parts, swapped = decode_shapes.blocks(
         rows, outputs, size, up is not None, x.itemsize, scales is not None, pieces is not None,
-        weight.dtype == torch.float8_e4m3fn and x.dtype == torch.float16 and not blocked,
+        scales is not None and x.dtype == torch.float16 and not blocked,
         beside,
     )  # fmt: skip
     own = decode_shapes.rows_each(outputs, block, up is not None) if stages else block
@@ -197,7 +207,7 @@ def project(
         AHEAD=fixed and padded <= decode_shapes.MOST_AHEAD,
         ROWS=own, PARTS=parts, SWAP=swapped, ALIGN=align,
         FIXED=fixed or stages > 0,  # L2, into which these are brought early, is never stale
-        KIND=multiplied(x.dtype) if pieces is None or interpreted() else tl.float8e4nv,
+        KIND=multiplied(x.dtype) if pieces is None else _kind_of(pieces.values.dtype),
         GIVES=element(gives), num_warps=warps,
     )  # fmt: skip
     return out if keep else None

@@ -72,14 +72,14 @@ def power_of_2(rows: int) -> int:
 
 
 def by_pieces(rows: int) -> bool:
-    """Whether a product of so many rows with a weight in e4m3 takes its input in pieces. With
-    pieces, a step of one sequence took 6 % longer."""
+    """Whether a product of so many rows with a weight in e4m3 or int8 takes its input in pieces.
+    With pieces of e4m3, a step of one sequence took 6 % longer."""
     return rows > 1
 
 
 def by_halves(rows: int) -> bool:
-    """Whether products of so many rows with a weight in e4m3 take inputs without pieces in float16:
-    the outputs of attention and SwiGLU (`ladder.infer.halves`). One row was not measured."""
+    """Whether products of so many rows with a weight in e4m3 or int8 take inputs without pieces in
+    float16, the outputs of attention and SwiGLU (`ladder.infer.halves`). Not measured: one row."""
     return 1 < rows <= MAX_ROWS
 
 
@@ -90,7 +90,7 @@ def blocks(
     """The cut of a product of x [rows, size] and a weight [outputs, size], or two if `gated`.
 
     itemsize: bytes of an element of x. eight_bits: the weight is stored in 8 bits. pieces: x is
-    also given in pieces (`ladder.kernels.pieces`). half: x is in float16, and the weight in e4m3
+    also given in pieces (`ladder.kernels.pieces`). half: x is in float16, and the weight in 8 bits
     with a scale for each row. beside: other kernels run at the same time.
 
     Chosen by measurements of chains and whole steps on an H200 (benchmarks/results/README.md).

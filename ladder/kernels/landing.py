@@ -222,7 +222,7 @@ def _land_kernel(
         x = _land_chunk(program, 0, residual, out, sum0, sum1, own0, own1, factor0, factor1, M, D,
                         WORLD, SUMS, OWNS, REPLACES, CHUNK, BITS, EMPTY, SPIN_LIMIT)  # fmt: skip
         tl.store(squares + program, tl.sum(x * x, 0))
-        shrink = row_factor(largest(x), factors + program)
+        shrink = row_factor(largest(x), factors + program, pieces.dtype.element_ty)
         i = tl.arange(0, CHUNK)
         split(x * shrink, pieces, program.to(tl.int64) * D + i, i < D, M * D)
     elif SPLITS:
@@ -234,7 +234,7 @@ def _land_kernel(
             square += tl.sum(x * x, 0)
             top = tl.maximum(top, largest(x))
         tl.store(squares + program, square)
-        shrink = row_factor(top, factors + program)
+        shrink = row_factor(top, factors + program, pieces.dtype.element_ty)
         tl.debug_barrier()  # other threads may have stored what this one reads again
         for chunk in range(chunks):
             i = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -312,6 +312,7 @@ def new_landing(residual: Tensor, **fields: object) -> LandingJob:
     return LandingJob(residual, torch.empty_like(residual), squares, **fields)  # type: ignore[arg-type]
 
 
-def with_pieces(job: LandingJob) -> LandingJob:
-    """The same landing, which also makes the pieces of its result."""
-    return replace(job, squares=job.squares.new_empty(len(job.out), 1), pieces=new_pieces(job.out))
+def with_pieces(job: LandingJob, dtype: torch.dtype) -> LandingJob:
+    """The same landing, which also makes the pieces of its result, of this dtype."""
+    squares = job.squares.new_empty(len(job.out), 1)
+    return replace(job, squares=squares, pieces=new_pieces(job.out, dtype))

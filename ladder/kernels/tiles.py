@@ -7,7 +7,7 @@ from typing import no_type_check
 from ladder.jit import gdc_wait, jit, tl
 from ladder.kernels.eight_bits import power, widened
 from ladder.kernels.landing import _finish, _targets
-from ladder.kernels.pieces import _LOW
+from ladder.kernels.pieces import low_factor
 
 
 @jit
@@ -210,7 +210,7 @@ def _tile_of_pieces(
     KIND: tl.constexpr, GIVES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
     AHEAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """As `_tile`, for x that is given in pieces (ladder.kernels.pieces) and a weight in e4m3.
+    """As `_tile`, for x that is given in pieces (ladder.kernels.pieces) of the weight's type.
 
     wgmma multiplies 64 rows at least, and few weights have 64 for each SM. So a step's columns are
     in PARTS parts. Each part of each of the tile's rows is a row of the first operand, and each
@@ -240,7 +240,8 @@ def _tile_of_pieces(
     if NORM:
         c = tl.arange(0, CP)[None, :]
         parts = tl.load(squares + m * CHUNKS + c, mask=(m < M) & (c < CHUNKS), other=0)
-    total = tl.zeros([PARTS * TILE, 2 * PARTS * MP], tl.float32)
+    SUM: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
+    total = tl.zeros([PARTS * TILE, 2 * PARTS * MP], SUM)
     for step in tl.range(0, (K + BK - 1) // BK, num_stages=STAGES):
         at = step * BK + columns_x
         there = ((at < K) | (K % BK == 0)) & ((m_x < M) | (M == MP))
@@ -248,14 +249,17 @@ def _tile_of_pieces(
         at = step * BK + columns_w
         there = ((at < K) | (K % BK == 0)) & (n_w < end)
         w = tl.load(weight + rows_w + at, mask=there, other=0.0)
-        # Tensor cores keep 14 bits of a sum and cut the rest: here, of no more than a step.
-        total = tl.dot(w.to(KIND), tl.trans(a.to(KIND)), total, max_num_imprecise_acc=WIDTH)
-    total = tl.reshape(total, [PARTS, TILE, 2, PARTS, MP])
+        # Of e4m3, tensor cores keep 14 bits of a sum and cut the rest: here, of no more than a
+        # step.
+        total = tl.dot(
+            w.to(KIND), tl.trans(a.to(KIND)), total, max_num_imprecise_acc=WIDTH, out_dtype=SUM
+        )
+    total = tl.reshape(total.to(tl.float32), [PARTS, TILE, 2, PARTS, MP])
     one = tl.arange(0, PARTS)
     same = one[:, None, None, None, None] == one[None, None, None, :, None]
     total = tl.sum(tl.sum(tl.where(same, total, 0.0), 3), 0)
     high, low = tl.split(tl.permute(total, (0, 2, 1)))
-    total = tl.trans(high + low * (1 / _LOW))
+    total = tl.trans(high + low * (1.0 / low_factor(weight.dtype.element_ty)))
     total_up = total
     if GATED:
         total, total_up = _halves(total, MP, BN)

@@ -96,11 +96,11 @@ class DecodeReducer:
     """Makes passes over one token of each of a few sequences, for fused modules.
 
     base: the reducer for everything else. If it is a PushReducer, the products push their results;
-    otherwise it reduces them. splits: landings also split residuals into pieces, for weights in
-    e4m3.
+    otherwise it reduces them. splits: landings also split residuals into pieces of this dtype, that
+    of the weights.
     """
 
-    def __init__(self, base: Reducer, plan: Plan, splits: bool = False) -> None:
+    def __init__(self, base: Reducer, plan: Plan, splits: torch.dtype | None = None) -> None:
         assert base.ranks.held == 1
         self.splits = splits
         self.base, self.ranks = base, base.ranks
@@ -270,8 +270,8 @@ class DecodePass(Pass):
                 self.base = start
         if sums or owns or not jobs:
             close()
-        if self.decode.splits and decode_shapes.by_pieces(len(start)):
-            jobs[-1] = with_pieces(jobs[-1])
+        if self.decode.splits is not None and decode_shapes.by_pieces(len(start)):
+            jobs[-1] = with_pieces(jobs[-1], self.decode.splits)
         return jobs
 
     def _rows(self, whole: Tensor) -> Tensor:

@@ -27,9 +27,11 @@ from tests.samples import full_model, small_config
 D = 96
 
 
-def stored(rows: int, columns: int, scale: float, gated: bool = False) -> Matrix:
+def stored(
+    rows: int, columns: int, scale: float, gated: bool = False, weights: str = "fp8"
+) -> Matrix:
     exact = torch.randn(rows, columns) * scale * 4.0 ** torch.randint(-3, 3, (rows, 1))
-    weight, scales = quantise(exact, "fp8", "w")
+    weight, scales = quantise(exact, weights, "w")
     return Matrix(weight, gated, scales)
 
 
@@ -43,11 +45,15 @@ def gain_of(kept: bool) -> Tensor:
     return 4.0 ** torch.randint(-3, 4, (D,)) if kept else torch.ones(D)
 
 
+@pytest.mark.parametrize("weights", ["fp8", "int8"])
 @pytest.mark.parametrize(("scale", "kept"), [(1e-4, False), (1.0, True), (1e4, False)])
-def test_swiglu_of_any_normed_input_fits_and_down_undoes_it(scale: float, kept: bool) -> None:
+def test_swiglu_of_any_normed_input_fits_and_down_undoes_it(
+    scale: float, kept: bool, weights: str
+) -> None:
     """Also of the inputs that come nearest to the bound: rows of gate and up themselves. kept: the
     norm has a weight of its own, as that of each virtual rank."""
-    gate_up, down = stored(2 * 40, D, scale, gated=True), stored(24, 40, 0.1)
+    gate_up = stored(2 * 40, D, scale, gated=True, weights=weights)
+    down = stored(24, 40, 0.1, weights=weights)
     gate, up = values(gate_up).chunk(2)
     before = values(down)
     gain = gain_of(kept)
@@ -98,13 +104,14 @@ def test_what_has_no_bound_is_not_scaled(broken: float) -> None:
     assert torch.equal(values(down), before)
 
 
+@pytest.mark.parametrize("weights", ["fp8", "int8"])
 @pytest.mark.parametrize("device", [on("cpu"), on("cuda")])
 @pytest.mark.parametrize(
     ("name", "rows", "cached"),
     [("standard", 3, "auto"), ("parallel", 65, "auto"), ("ladder", 64, "fp8"),
      ("desync-3x", 1, "auto"), ("desync-3x", 3, "auto")],
 )  # fmt: skip
-def test_engines_lose_nothing(name: str, rows: int, cached: str, device: str) -> None:
+def test_engines_lose_nothing(name: str, rows: int, cached: str, device: str, weights: str) -> None:
     """The logits of a step of several sequences, in bfloat16 with and without inputs in float16,
     beside those of the same weights in float32."""
     ranks = 2 if name == "desync-3x" else 1  # virtual ones
@@ -117,8 +124,9 @@ def test_engines_lose_nothing(name: str, rows: int, cached: str, device: str) ->
             if isinstance(each, RMSNorm):
                 each.weight.data.mul_(64)
         shard_model(model, device=device)
-        quantise_model(model, "fp8")
-        with mock.patch.object(fused, "_splits", lambda *_, way=way: way == "with"):
+        quantise_model(model, weights)
+        pieces = fused._pieces_of if way == "with" else lambda *_: None
+        with mock.patch.object(fused, "_pieces_of", pieces):
             engine = Engine(model, fused=True)
         kinds = [type(m).__name__ for m in engine.model.modules()]
         assert "FusedMLP" in kinds

@@ -76,7 +76,8 @@ OTHERS = (
         for kind in QUANTISED
         for world, batch in ((4, 1), (2, 16))
     ),
-    Step("ladder", 8, 2, weights="fp8"),  # its landings make pieces of a row in turns
+    # Their landings make pieces of a row in turns.
+    *(Step("ladder", 8, 2, weights=kind) for kind in ("fp8", "int8")),
     *(Step("ladder", 2, 64, weights=kind) for kind in ("fp8", "fp8-block")),
     *(Step("ladder", 2, batch, dtype) for dtype in (FP16, FP32) for batch in (1, 16)),
 )

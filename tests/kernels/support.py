@@ -48,14 +48,20 @@ def on(where: str, *shape: Any, slow: bool = False) -> Any:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory is NaN, so an element that a kernel leaves out is seen; fresh inputs."""
+    """Fresh memory is NaN, or the least integer, so an element that a kernel leaves out is seen;
+    fresh inputs."""
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
 
 
 def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *args, **kwargs: allocate(*args, **kwargs).fill_(torch.nan)
+    def poison(*args: Any, **kwargs: Any) -> Tensor:
+        made = allocate(*args, **kwargs)
+        least = None if made.is_floating_point() else torch.iinfo(made.dtype).min
+        return made.fill_(torch.nan if least is None else least)
+
+    return poison
 
 
 def assert_close(

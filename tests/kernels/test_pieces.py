@@ -1,4 +1,4 @@
-"""Inputs in pieces of e4m3, which landings make, and products of them, against float64."""
+"""Inputs in pieces of 8 bits, which landings make, and products of them, against float64."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from torch import Tensor
 from ladder.kernels import LandingJob, decode_shapes, land, new_landing, project
 from ladder.kernels.landing import _chunk, with_pieces
 from ladder.kernels.limits import CHUNK
-from ladder.kernels.pieces import LOW, new_pieces, split_reference
+from ladder.kernels.pieces import LOWS, new_pieces, split_reference
 from ladder.models.quantised import quantise
-from ladder.models.storage import dequantise
+from ladder.models.storage import QUANTISED, dequantise
 from tests.kernels.products import EPS, empty_slots
 from tests.kernels.support import _poisoned_memory, assert_close, on  # noqa: F401  (fixtures)
 
 CASES = [on("cpu"), on("interpreter"), on("cuda")]
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+KINDS = pytest.mark.parametrize("kind", [E4M3, INT8], ids=["e4m3", "int8"])
 
 
 def of_any_size(rows: int, size: int, device: str) -> Tensor:
@@ -28,8 +30,8 @@ def of_any_size(rows: int, size: int, device: str) -> Tensor:
     return (torch.randn(rows, size, device=device) * 2.0**exponents).bfloat16()
 
 
-def landed(x: Tensor) -> LandingJob:
-    job = with_pieces(new_landing(x))
+def landed(x: Tensor, kind: torch.dtype) -> LandingJob:
+    job = with_pieces(new_landing(x), kind)
     land(job)
     return job
 
@@ -37,7 +39,7 @@ def landed(x: Tensor) -> LandingJob:
 def joined(job: LandingJob) -> Tensor:
     assert job.pieces is not None
     high, low = job.pieces.values.double()
-    return (high + low / LOW) * job.pieces.factors.double()[:, None]
+    return (high + low / LOWS[job.pieces.values.dtype]) * job.pieces.factors.double()[:, None]
 
 
 @pytest.mark.parametrize("device", CASES)
@@ -46,7 +48,7 @@ def test_the_pieces_of_an_element_are_the_element(device: str, size: int) -> Non
     """But for elements below 2^-13 of the row's largest, off by 2^-21 of it at most."""
     x = of_any_size(7, size, device)
     x[3] = 0
-    found, exact = joined(landed(x)), x.double()
+    found, exact = joined(landed(x, E4M3)), x.double()
     top = exact.abs().amax(1, keepdim=True)
     large = exact.abs() >= 2.0**-13 * top
     assert torch.equal(found[large], exact[large])
@@ -54,24 +56,42 @@ def test_the_pieces_of_an_element_are_the_element(device: str, size: int) -> Non
 
 
 @pytest.mark.parametrize("device", CASES)
-def test_a_row_that_is_not_finite_has_no_factor(device: str) -> None:
+@pytest.mark.parametrize("size", [96, 1030, 4096])
+def test_the_pieces_in_int8_are_near_each_element(device: str, size: int) -> None:
+    """Off by half a 254th of a 127th of the row's largest, and by what float32 rounds."""
+    x = of_any_size(7, size, device)
+    x[3], x[4, 5] = 0, -(2.0**90)  # an outlier
+    x[5] *= 2.0**-20
+    job, exact = landed(x, INT8), x.double()
+    top = exact.abs().amax(1, keepdim=True)
+    assert bool(((joined(job) - exact).abs() <= top / (2 * 254 * 127) * 1.01).all())
+    assert job.pieces is not None
+    assert int(job.pieces.values.int().abs().max()) == 127  # -128 has no opposite
+
+
+@KINDS
+@pytest.mark.parametrize("device", CASES)
+def test_a_row_that_is_not_finite_has_no_factor(device: str, kind: torch.dtype) -> None:
     x = torch.randn(4, 70, device=device).bfloat16()
     x[0, 3], x[1, 69], x[2, 0] = torch.nan, torch.inf, -torch.inf
-    job = landed(x)
+    job = landed(x, kind)
     assert job.pieces is not None
     assert job.pieces.factors.isnan().tolist() == [True, True, True, False]
 
 
+@KINDS
 @pytest.mark.parametrize("device", CASES)
 @pytest.mark.parametrize(("world", "size"), [(4, 96), (3, 1100), (8, 2500), (8, 4200)])
-def test_a_landing_makes_pieces_of_its_sum(device: str, world: int, size: int) -> None:
+def test_a_landing_makes_pieces_of_its_sum(
+    device: str, world: int, size: int, kind: torch.dtype
+) -> None:
     """The reference's bits, and everything else that a landing does; of rows that are landed at
     once, by 4, 8 and 16 warps, and of one in turns."""
     residual, own = torch.randn(2, 5, size, device=device).bfloat16()
     slots = torch.randn(world, 5, size, device=device).bfloat16()
     own[3] = residual[3] = slots[:, 3] = 0
     plain, job = (new_landing(residual, sums=[slots.clone()], owns=[(own, 0.5)]) for _ in range(2))
-    job = with_pieces(job)
+    job = with_pieces(job, kind)
     land(plain)
     land(job)
     assert torch.equal(job.out, plain.out)
@@ -79,10 +99,22 @@ def test_a_landing_makes_pieces_of_its_sum(device: str, world: int, size: int) -
     torch.testing.assert_close(job.squares, plain.squares.sum(1, keepdim=True))
     assert all(empty_slots(taken) for taken in job.sums)
     assert job.pieces is not None
-    expected = new_pieces(residual)
+    expected = new_pieces(residual, kind)
     split_reference(job.out, expected)
+    if kind == INT8:  # torch and Triton divide and multiply by other instructions
+        torch.testing.assert_close(job.pieces.factors, expected.factors, rtol=1e-6, atol=0)
+        assert_same_values(job.pieces.values, expected.values)
+        return
     for one, other in zip(job.pieces, expected, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def assert_same_values(found: Tensor, expected: Tensor) -> None:
+    """Within one unit of the second pieces, of nearly all elements none."""
+    units = [high.int() * 254 + low.int() for high, low in (found, expected)]
+    off = (units[0] - units[1]).abs()
+    assert int(off.max()) <= 1
+    assert float(off.float().mean()) < 0.01
 
 
 @pytest.mark.parametrize(
@@ -102,7 +134,7 @@ def test_a_program_lands_no_more_at_once_than_its_threads_hold(
 ) -> None:
     x, slots = torch.zeros(2, size, dtype=dtype), [torch.zeros(world, 2, size, dtype=dtype)] * sums
     job = new_landing(x, sums=slots)
-    assert _chunk(with_pieces(job), world, warps) == found
+    assert _chunk(with_pieces(job, E4M3), world, warps) == found
     assert _chunk(job, world, warps) == CHUNK
 
 
@@ -131,18 +163,19 @@ def test_a_program_lands_no_more_at_once_than_its_threads_hold(
         ),
     ],
 )
-def test_products(device: str, m: int, n: int, k: int, mean: float) -> None:
+@pytest.mark.parametrize("weights", ["fp8", "int8"])
+def test_products(device: str, m: int, n: int, k: int, mean: float, weights: str) -> None:
     """As near to float64 as products of bfloat16's elements, of rows of any size, and of elements
     that have one sign more often, of whose sums tensor cores cut more."""
     assert decode_shapes.by_pieces(m)
     rows = 4.0 ** torch.randint(-3, 3, (2, n, 1), device=device)
     exact = (torch.randn(2, n, k, device=device) + mean / 2) / k**0.5 * rows
-    (gate, one), (up, other) = (quantise(each, "fp8", "w") for each in exact)
+    (gate, one), (up, other) = (quantise(each, weights, "w") for each in exact)
     wide = [dequantise(gate, one, torch.float64), dequantise(up, other, torch.float64)]
     sizes = 4.0 ** (torch.arange(m, device=device) % 5)[:, None]
     x = ((torch.randn(m, k, device=device) + mean) * sizes).bfloat16()
     x[1, 3] = 2.0**9  # an outlier
-    job = landed(x)
+    job = landed(x, QUANTISED[weights])
     add = torch.randn(m, n, device=device).bfloat16()
     for gated, normed, adds in ((0, 1, 0), (1, 1, 0), (0, 0, 1)):
         results = []
@@ -162,12 +195,14 @@ def test_products(device: str, m: int, n: int, k: int, mean: float) -> None:
         assert torch.equal(found, again)
 
 
+@KINDS
 @pytest.mark.parametrize("device", CASES[1:])  # the reference multiplies x
-def test_pieces_are_what_is_multiplied(device: str) -> None:
+def test_pieces_are_what_is_multiplied(device: str, kind: torch.dtype) -> None:
     """A kernel that reads x, or leaves one piece out, fails."""
     x = torch.randn(9, 300, device=device).bfloat16()
-    weight, scales = quantise(torch.randn(40, 300, device=device), "fp8", "w")
-    job = landed(x)
+    weights, least, most = ("int8", 1e-3, 1e-2) if kind == INT8 else ("fp8", 0.01, 0.05)
+    weight, scales = quantise(torch.randn(40, 300, device=device), weights, "w")
+    job = landed(x, kind)
     assert job.pieces is not None
     whole = project(x, weight, pieces=job.pieces, scales=(scales, None))
     nothing = torch.zeros_like(x)
@@ -177,4 +212,4 @@ def test_pieces_are_what_is_multiplied(device: str) -> None:
     assert part is not None
     assert whole is not None
     error = (part.double() - whole.double()).square().mean().sqrt() / whole.double().std()
-    assert 0.01 < error < 0.05  # of 4 bits
+    assert least < error < most  # of 4 bits, or 7
