@@ -12,11 +12,12 @@ from __future__ import annotations
 import functools
 import json
 import statistics
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from machine_parts import RESULTS, taken, with_measured, with_newer
 from machine_records import (
     CALIBRATION,
     COMM,
@@ -30,6 +31,8 @@ from machine_records import (
     FOUR_PARTS,
     H100S,
     HALVES_CALIBRATION,
+    INT8_CALIBRATION,
+    INT8_MEASURED,
     LEFT_OUT,
     LONG_KEYS,
     LONG_MEASURED,
@@ -58,11 +61,9 @@ from machines_by_hand import (
     kernels,
 )
 
-from ladder.perf.calibration.options import family, family_of_value
 from ladder.perf.links import fit_link
 from ladder.perf.machine import (
     ATTENTION,
-    BETWEEN_GPUS,
     FITTED_CURVES,
     OF_STEPS,
     Curve,
@@ -81,7 +82,6 @@ from ladder.perf.prediction.fitting import (
 )
 from ladder.perf.prediction.records import PAIR, PAIR_WEIGHTS, RANK, predicted
 
-RESULTS = Path(__file__).parent / "results"
 GPU = "NVIDIA H200"
 MEMORY = Value(139.8, "declared: what torch reports as total_memory of an H200; not recorded")
 FLOORS = {"copy_tb_s": "bandwidth_tb_s", "matrix_tflop_s": "matrix_tflop_s"}
@@ -91,6 +91,7 @@ FITTED = ("prompt_gap_us", "power_limit", "training_bytes")
 # by push on two GPUs are 2.7 % off (5.1 % with values fitted to older kernels), and of 26 training
 # steps 1.9 % (3.6 %), in records from 2026-11-27 on.
 OF_FOUR = (*FITTED, *FLOORS, "power_exponent", "idle_power")
+INT8 = {"weights": "int8"}
 MISSING = "more rows", "converted (weights=fp8)", "converted (weights=int8)"
 
 
@@ -140,57 +141,9 @@ def collectives(gpus: int) -> tuple[list[Curve], list[Link]]:
     return found, [fit_link("NVLink", nccl, gpus)]
 
 
-OF_ONE_GPU = ("memory_gib", "launch_us", "host_launch_us", "prompt_attention_tflop_s",
-              "prompt_attention_half")  # fmt: skip
-OF_NEAREST = ("barrier_us",)  # else all machines have it from traces of two GPUs
-
-
 def measured() -> list[tuple[str, Machine]]:
     """The parts that are taken from each file of MEASURED, with the file's name."""
     return [taken(name, parts, LEFT_OUT.get(name, ())) for name, parts in MEASURED.items()]
-
-
-def taken(name: str, parts: Container[str], without: Container[str] = ()) -> tuple[str, Machine]:
-    """The file's name, and a machine with its curves and values of `parts`, but not of `without`.
-
-    parts: names of parts, as for --only, and of single values. without: names of curves and values.
-    """
-    found = read(RESULTS / name)
-    curves = tuple(
-        each for each in found.curves
-        if family(each.name) in parts and each.name not in without
-    )  # fmt: skip
-    values = {
-        key: value for key, value in found.values.items()
-        if (key in parts or family_of_value(key) in parts) and key not in without
-    }  # fmt: skip
-    return name, replace(found, curves=curves, values=values)
-
-
-def with_measured(machine: Machine, files: Sequence[tuple[str, Machine]]) -> Machine:
-    """The machine with measured curves and values in place of its own.
-
-    Curves of one GPU (whole families of them) and values OF_ONE_GPU and OF_NEAREST come from the
-    file of the nearest number of GPUs that has them; of several files, from the last. Collectives
-    (one by one), links and slowdowns come only from files of the machine's own number of GPUs.
-    """
-    values, curves, found = dict(machine.values), list(machine.curves), machine.links
-    for file, each in sorted(files, key=lambda one: -abs(one[1].gpus - machine.gpus)):
-        own = each.gpus == machine.gpus
-        for name, value in each.values.items():
-            of_pair = own and family_of_value(name) in ("beside", "exchange", "peer-copy")
-            if name in OF_ONE_GPU or of_pair or (machine.gpus > 1 and name in OF_NEAREST):
-                values[name] = replace(value, provenance=f"{value.provenance}; {file}")
-        taken = [curve for curve in each.curves if own or curve.name not in BETWEEN_GPUS]
-        families = {curve.name for curve in taken if curve.name not in BETWEEN_GPUS}
-        names = {str(curve) for curve in taken}
-        curves = [
-            curve for curve in curves if curve.name not in families and str(curve) not in names
-        ]
-        curves += [replace(one, provenance=f"{one.provenance}; {file}") for one in taken]
-        if own and each.family("all-reduce") and each.links:
-            found = tuple(replace(link, tier="NVLink") for link in each.links)
-    return replace(machine, values=values, curves=tuple(curves), links=found)
 
 
 def with_older(gpus: int) -> Machine:
@@ -263,15 +216,21 @@ def four_today() -> Machine:
     """`four_uncut` with the products, attention and landings of today's steps, and with prompts and
     training that are fitted again."""
     found = with_measured(four_uncut(), [taken(CUTS_MEASURED, CUTS_PARTS)])
+    found = with_newer(found, INT8_MEASURED, "product", lambda each: INT8.items() <= each.items())
     curves = tuple(each for each in found.curves if each.name not in FITTED_CURVES)
     found = replace(found, curves=curves)
     files = [RESULTS / file for file in CUTS_CALIBRATION]
     found = replace(found, values={**found.values, "step_stretch": AS_IN_CHAINS})
     found = fit_steps(with_attention_in_steps(found, files), files)
-    pair = with_steps_of(fitted(2), found)
-    pair = fit_converted(pair, [RESULTS / FORMATS_CALIBRATION], PAIR[0])
-    others = (pair.curve("converted", weights=each) for each in PAIR_WEIGHTS)
-    found = replace(found, curves=(*found.curves, *others, *BOTH_STREAMS))
+    more = [
+        fit_converted(with_steps_of(fitted(gpus), found), [RESULTS / file], model).curve(
+            "converted", weights=weights
+        )
+        for (model, gpus), file, weights in (
+            (PAIR, FORMATS_CALIBRATION, PAIR_WEIGHTS), (RANK, INT8_CALIBRATION, "int8"),
+        )
+    ]  # fmt: skip
+    found = replace(found, curves=(*found.curves, *more, *BOTH_STREAMS))
     found = replace(found, values={**found.values, "boost_ms": BOOST})
     found = fit_prompts(found, [RESULTS / file for file in PROMPTS_CALIBRATION])
     return fit_training(found, [RESULTS / file for file in TRAINING_CALIBRATION])
@@ -283,25 +242,14 @@ def four_uncut() -> Machine:
     with weights in int8 were not measured again: without communication they take as long as
     before."""
     found = with_measured(four_then(), [taken(STEPS_MEASURED, STEPS_PARTS)])
-    found = with_long_attention(found)
+    found = with_newer(
+        found, LONG_MEASURED, "attention",
+        lambda each: "keys" in each and float(each["keys"]) >= LONG_KEYS,
+    )  # fmt: skip
     files = [RESULTS / file for file in STEPS_CALIBRATION]
     found = with_halves(with_missing(fit_steps(with_attention_in_steps(found, files), files)))
     curves = (*found.curves, *BOTH_STREAMS_THEN)
     return replace(found, values={**found.values, **FITTED_BY_HAND}, curves=curves)
-
-
-def with_long_attention(machine: Machine) -> Machine:
-    """The machine with attention over LONG_KEYS keys or more, and over a cache in fp8, from
-    LONG_MEASURED."""
-    name, taken_of = taken(LONG_MEASURED, ("attention",))
-    found = tuple(
-        replace(each, provenance=f"{each.provenance}; {name}")
-        for each in taken_of.curves
-        if each.name != "attention" or float(each.where["keys"]) >= LONG_KEYS
-    )
-    new = {(each.name, *each.where.items()) for each in found}
-    kept = (each for each in machine.curves if (each.name, *each.where.items()) not in new)
-    return replace(machine, curves=(*kept, *found))
 
 
 def with_halves(machine: Machine) -> Machine:

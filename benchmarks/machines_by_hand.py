@@ -71,21 +71,26 @@ FITTED_BY_HAND = {
         "least squares; 2026-11-27-fp8-again-h200x4.jsonl, 2026-11-28-fp8-halves-h200x4.jsonl",
     ),
 }
-LADDERS = "fitted: what a ladder's steps of half-8b (two H200s){} ask for, their mean; {}"
+LADDERS = "fitted: what a ladder's steps of {} ask for, their mean; {}"
+PAIR, SINGLE = "half-8b (two H200s)", "quarter-8b (one)"
 OF_TWO = "2026-11-30-formats-half-8b-h200x2.jsonl"
 OF_ONE = "2026-11-30-formats-quarter-8b-h200.jsonl"
+QKV = "2026-11-30-qkv-quarter-8b-h200.jsonl"
+IN_INT8 = "2026-11-30-int8-pieces-quarter-8b-h200.jsonl"
 OF_FOUR = "2026-11-29-2b-class-cuts-h200x4.jsonl"
 ASKED = {
     "bf16": (
-        ", quarter-8b (one) and, of one sequence, a 2b-class (four)",
+        f"{PAIR}, {SINGLE} and, of one sequence, a 2b-class (four)",
         f"{OF_TWO}, {OF_ONE}, {OF_FOUR}",
     ),
-    "fp8-block": (" and quarter-8b (one)", f"{OF_TWO}, {OF_ONE}"),
+    "fp8": (f"{PAIR} and, of 4 and 8, {SINGLE}", f"{OF_TWO}, {QKV}"),
+    "fp8-block": (f"{PAIR} and {SINGLE}", f"{OF_TWO}, {OF_ONE}"),
+    "int8": (SINGLE, IN_INT8),
 }
 BOTH_STREAMS = tuple(
     Curve(
         "streams together", {"weights": weights}, points,
-        LADDERS.format(*ASKED.get(weights, ("", OF_TWO))),
+        LADDERS.format(*ASKED[weights]),
     )
     for weights, points in STREAMS_TOGETHER.items()
 )  # fmt: skip

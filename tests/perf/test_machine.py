@@ -23,6 +23,7 @@ from ladder.perf.rows import CONVERTED, converting, product
 from tests import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import machine_parts
 import machines as records
 
 POINTS = ((8.0, 2.0), (16.0, 3.0), (64.0, 5.0))
@@ -105,7 +106,7 @@ def test_only_the_named_parts_of_a_measured_file_are_taken(
     values = {name: Value(1.0, "measured") for name in ("launch_us", "product_beside_nccl")}
     file = Machine("new", "a GPU", 2, values, CURVES)
     write(file, tmp_path / "new.json")
-    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    monkeypatch.setattr(machine_parts, "RESULTS", tmp_path)
     for families, names, kept in (
         (("product", "beside"), ["product_beside_nccl"], ["product", "product"]),
         (("values", "all-reduce"), ["launch_us"], ["all-reduce"]),
@@ -117,6 +118,20 @@ def test_only_the_named_parts_of_a_measured_file_are_taken(
         assert [each.name for each in found.curves] == kept
 
 
+def test_chosen_curves_of_a_newer_file_replace_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = tuple(replace(each, points=((1.0, 9.0),)) for each in CURVES)
+    other = Curve(IN_8_BITS, {"rows": 1, "weights": "int8"}, ((1.0, 9.0),), "measured: here")
+    write(replace(MACHINE, curves=(*newer, other)), tmp_path / "new.json")
+    monkeypatch.setattr(machine_parts, "RESULTS", tmp_path)
+    found = records.with_newer(MACHINE, "new.json", "product", lambda each: each["rows"] == 4)
+    assert {str(each): each.points[0][1] for each in found.curves} == {
+        "all-reduce (algorithm=push)": 2.0, "product (rows=1)": 1.0, "product (rows=4)": 9.0,
+        str(other): 9.0,
+    }  # fmt: skip
+
+
 def test_what_a_measured_file_says_of_something_else_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +139,7 @@ def test_what_a_measured_file_says_of_something_else_is_left_out(
     names = ("barrier_us", "product_beside_nccl", "product_beside_copies")
     file = Machine("new", "a GPU", 2, {name: Value(0.9, "measured") for name in names}, CURVES)
     write(file, tmp_path / "new.json")
-    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    monkeypatch.setattr(machine_parts, "RESULTS", tmp_path)
     monkeypatch.setattr(records, "MEASURED", {"new.json": ("beside", "exchange", "product")})
     without = {"product_beside_nccl": "it waits", "product": "of other kernels"}
     monkeypatch.setattr(records, "LEFT_OUT", {"new.json": without})

@@ -141,6 +141,20 @@ def test_records_in_other_formats_are_not_scored(tmp_path: Path) -> None:
         assert len(scores([file], load("h200x4"), phase)) == 3
 
 
+@pytest.mark.parametrize(("batch", "commit", "steps"), [(4, "8b1d42a", 0), (1, "8b1d42a", 1),
+                                                        (4, "75e91d3", 1)])  # fmt: skip
+def test_steps_in_int8_of_kernels_that_are_not_kept(
+    tmp_path: Path, batch: int, commit: str, steps: int
+) -> None:
+    """Of several sequences; their prompts are scored."""
+    point = {**LINE["point"], "weights": "int8", "batch": batch}
+    machine = {**LINE["machine"], "date": "2026-11-30", "commit": commit}
+    file = tmp_path / "records.jsonl"
+    file.write_text(json.dumps({**LINE, "point": point, "machine": machine}), encoding="utf-8")
+    assert len(scores([file], load("h200x4"), "decode")) == steps
+    assert len(scores([file], load("h200x4"), "prefill")) == 1
+
+
 def test_records_that_are_not_scored_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -165,10 +165,12 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         ("29-train-operators-h200x4", "h200x4", "train", 6, (1.2, 1.6, 1.6)),
         # Today's: four kinds of weights, to whose ladders in part `streams together` is fitted.
         ("29-inference-cuts-h200x4", "h200x4", "decode", 12, (1.9, 2.7, 3.5)),
-        ("29-fp8-cuts-h200x4", "h200x4", "decode", 12, (2.6, 5.4, 8.4)),
-        ("30-formats-half-8b-h200x2", "h200x2", "decode", 78, (2.3, 5.0, 8.4)),
-        ("30-formats-half-8b-h200x2", "h200x2", "prefill", 78, (3.2, 7.1, 9.8)),
+        ("29-fp8-cuts-h200x4", "h200x4", "decode", 12, (2.4, 5.4, 8.4)),
+        ("30-formats-half-8b-h200x2", "h200x2", "decode", 73, (2.5, 5.0, 8.4)),
+        ("30-formats-half-8b-h200x2", "h200x2", "prefill", 81, (3.2, 7.1, 9.8)),
         ("30-formats-quarter-8b-h200", "h200x1", "decode", 10, (1.6, 4.7, 4.7)),
+        ("30-today-quarter-8b-h200", "h200x1", "decode", 14, (2.3, 4.6, 8.6)),
+        ("30-int8-pieces-quarter-8b-h200", "h200x1", "decode", 28, (1.6, 3.5, 4.6)),
         # Half of it with riders; its few steps of 16 follow a prompt.
         ("28-lagging-half-8b-h200x2", "h200x4", "decode", 16, (4.9, 8.5, 9.9)),
     ],

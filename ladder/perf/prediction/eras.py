@@ -45,6 +45,8 @@ WIDE_TILES, NARROW_COMMITS = "2026-11-29", ("9900fd3", "b7f6b0e", "c805ead")
 UNCUT_COMMITS = ("d031fa8", "c3c63d6", "6e22421", "af797f5", "823927c")
 # Steps before that day, and of these commits, read a cache in fp8 byte by byte.
 PAIRED_CACHE, BYTEWISE_COMMITS = "2026-11-30", ("12383da",)
+# In steps of these commits with weights in int8 and several sequences, threads convert weights.
+CONVERTING_COMMITS = ("8b1d42a", "aa2e20d")
 Chosen = Callable[[Mapping[str, Any]], bool]
 
 
@@ -91,6 +93,11 @@ def earlier(about: Mapping[str, Any]) -> bool:
 def reads_bytewise(about: Mapping[str, Any]) -> bool:
     """Whether a record's kernels read a cache in fp8 byte by byte."""
     return before(about, PAIRED_CACHE) or str(about.get("commit")).startswith(BYTEWISE_COMMITS)
+
+
+def converts_int8(about: Mapping[str, Any]) -> bool:
+    """Whether a record's kernels of today's era convert weights in int8."""
+    return str(about.get("commit")).startswith(CONVERTING_COMMITS)
 
 
 def as_then(machine: Machine, era: Era) -> tuple[Machine, Kernels]:

@@ -29,6 +29,7 @@ from ladder.perf.prediction.eras import (
     Chosen,
     Era,
     as_then,
+    converts_int8,
     earlier,
     every,
     of_era,
@@ -38,9 +39,10 @@ from ladder.perf.riders import TODAY, Kernels
 
 CALIBRATED = ("llama-3-8b", "none")  # model and plan on all GPUs, from which values may be fitted
 RANK = ("quarter-8b", 1)  # a model and GPUs: it computes what a rank of that model does at TP 4
-PAIR, PAIR_WEIGHTS = ("half-8b", 2), ("fp8-block", "int8")  # another such; calibrates only these
+PAIR, PAIR_WEIGHTS = ("half-8b", 2), "fp8-block"  # another such; calibrates only this
 MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms", "train": "step_ms"}
 Point = TypeVar("Point")
+CONVERTED = "of several sequences in int8, by kernels that are not kept"
 TP_DEGREE = 4  # T of recorded training steps of plans that depend on it, the default of bench train
 
 
@@ -136,6 +138,8 @@ def inference_runs(
         reason = _inference_refusal(point, phase, degrees, not without_peers(machine))
         if point.cache == "fp8" and not reason:
             reason = _cache_refusal(about, machine)
+        if phase == "decode" and point.weights == "int8" and point.batch > 1 and not reason:
+            reason = CONVERTED if converts_int8(about) else ""
         if reason:
             left_out[reason] += 1
         else:
@@ -283,7 +287,7 @@ def context_of(point: InferencePoint) -> int:
 def is_calibration(point: InferencePoint, machine: Machine) -> bool:
     """Whether a fitted value comes from a point, or could come from it."""
     where = {(CALIBRATED[0], machine.gpus), RANK}
-    if point.weights in PAIR_WEIGHTS:
+    if point.weights == PAIR_WEIGHTS:
         where.add(PAIR)
     this = point.plan == CALIBRATED[1] and (point.model, point.tp) in where
     return this and not point.no_comm and point.weights in ("bf16", *EIGHT_BITS)
