@@ -263,6 +263,8 @@ def sensitivity_command(options: argparse.Namespace) -> int:
     if options.out is not None:
         if options.out.is_dir():
             raise UserError(f"--out={options.out} is a folder; name a file in it")
+        if options.out.exists():
+            raise UserError(f"--out={options.out} exists; name another file, or remove it first")
         refuse_inside(options.out, [options.model, options.data])
         if launch.rank() == 0:
             check_writable(options.out)

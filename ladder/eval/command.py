@@ -143,8 +143,7 @@ def _compare(
         columns[name], models[name] = _run(options, device, name, folder, tasks, window, found)
         if launch.rank() == 0:
             if options.overwrite and len(models) == 1:  # those of older results
-                for file in out.glob(results.SAMPLES):
-                    file.unlink()
+                results.remove_samples(out)
             if options.log_samples:
                 samples[name] = found
                 results.write_samples(out, samples)

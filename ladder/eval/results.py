@@ -127,6 +127,18 @@ def plain(columns: Mapping[str, Sequence[Metric]]) -> dict[str, list[dict[str, A
     return {name: [asdict(each) for each in found] for name, found in columns.items()}
 
 
+def remove_samples(out: Path) -> None:
+    """Remove the files of `write_samples` in `out`, and no others of such names."""
+    for file in out.glob(SAMPLES):
+        with file.open("rb") as lines:
+            try:
+                first = json.loads(lines.readline())
+            except ValueError:
+                continue
+        if isinstance(first, dict) and [*first][:2] == ["model", "task"]:
+            file.unlink()
+
+
 def write_samples(out: Path, samples: Mapping[str, Mapping[str, Sequence[Any]]]) -> None:
     """Write samples_TASK.jsonl in `out`: the harness's record of each example, for each model.
 

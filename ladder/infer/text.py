@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 from tokenizers import Tokenizer
 
@@ -39,8 +39,7 @@ def read_stops(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[set[int], li
 
     Special tokens are no part of a completion's text, so their ids end it.
     """
-    added = tokenizer.get_added_tokens_decoder()
-    special = {token.content: index for index, token in added.items() if token.special}
+    special = _special(tokenizer)
     for text in texts:
         encode(tokenizer, text, "--stop", special=False)  # refuses what is not UTF-8
         held = next((name for name in special if name in text), text)
@@ -51,6 +50,12 @@ def read_stops(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[set[int], li
             )
     ids = {special[text] for text in texts if text in special}
     return ids, [text for text in texts if text not in special]
+
+
+def _special(tokenizer: Tokenizer) -> dict[str, int]:
+    """The special tokens and their ids."""
+    added = tokenizer.get_added_tokens_decoder()
+    return {token.content: index for index, token in added.items() if token.special}
 
 
 def stopper(
@@ -65,18 +70,23 @@ def stopper(
     until = [text for text in until if text]
     if not until:
         return None
-    # A token stands for at least one byte, and the tail's first may decode without its space.
+    # A token of the text stands for at least one byte, and the tail's first may decode without its
+    # space.
     longest = max(len(text.encode("utf-8")) for text in until) + 4
     heads = [prompt[_tail_start(tokenizer, prompt, CONTEXT) :] for prompt in prompts or ()]
+    special = {*_special(tokenizer).values()}
 
     def ended(i: int, tokens: list[int]) -> bool:
-        start = _tail_start(tokenizer, tokens, longest)
         if prompts is None:
+            start = _tail_start(tokenizer, tokens, longest)
             tail = tokenizer.decode(tokens[start:], skip_special_tokens=False)
         else:
-            before = [*heads[i], *tokens[:start]]
+            printed = (token for token in reversed(tokens) if token not in special)
+            last = [*islice(printed, longest + 4 + CONTEXT)][::-1]
+            start = _tail_start(tokenizer, last, longest)
+            before = [*heads[i], *last[:start]]
             before = before[_tail_start(tokenizer, before, CONTEXT) :]
-            tail = continuation(tokenizer, before, tokens[start:])
+            tail = continuation(tokenizer, before, last[start:])
         return any(text in tail for text in until)
 
     return ended

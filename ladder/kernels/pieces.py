@@ -67,16 +67,23 @@ def split_reference(x: Tensor, into: Pieces) -> None:
 
 @jit
 @no_type_check
+def _e4m3(x):
+    """Round x, float32, to the nearest of e4m3's values. One instruction does it for two elements;
+    the interpreter's own conversion differs, so it takes `to_e4m3`."""
+    if ASSEMBLY:
+        return x.to(tl.float8e4nv)
+    return to_e4m3(x)
+
+
+@jit
+@no_type_check
 def _rounded(x, KIND: tl.constexpr):
-    """Round x, float32, to the nearest of KIND's values. For e4m3 one instruction does it for two
-    elements; the interpreter's own conversion differs, so it takes `to_e4m3`."""
-    if KIND == tl.int8:  # noqa: SIM300  (KIND is a constexpr)
+    """Round x, float32, to the nearest of KIND's values."""
+    if KIND == tl.int8:  # noqa: SIM108, SIM300  (KIND is a constexpr)
         # From 1.5 x 2^23 on, the last bits of a float32 count ones.
         found = (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-    elif ASSEMBLY:
-        found = x.to(KIND)
     else:
-        found = to_e4m3(x)
+        found = _e4m3(x)
     return found
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Collection, Iterable
+from numbers import Integral
 from typing import Any
 
 
@@ -51,6 +52,11 @@ def nearest(name: object, choices: Iterable[str]) -> str:
     """` (did you mean ...?)` with the nearest of `choices`; empty if none is near."""
     near = difflib.get_close_matches(str(name), list(choices), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def is_whole(value: object) -> bool:
+    """Whether `value` is a whole number, of numpy too; truth values are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_plain_name(value: object) -> bool:

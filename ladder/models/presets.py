@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ladder.models.errors import UserError, check_keys, unknown
+from ladder.models.errors import UserError, check_keys, is_whole, unknown
 from ladder.models.plan import Plan, SublayerRecord
 
 PRESETS = (
@@ -50,9 +50,9 @@ def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) 
     tp_degree: T, if it is part of the model (`dtp-D` scales by its square root).
     Raises UserError for an invalid plan, and for one of another number of layers or another T.
     """
-    _check_whole("num_layers", num_layers, MOST_LAYERS)
+    num_layers = _whole("num_layers", num_layers, MOST_LAYERS)
     if tp_degree is not None:
-        _check_whole("tp_degree", tp_degree, MOST_RANKS)
+        tp_degree = _whole("tp_degree", tp_degree, MOST_RANKS)
     if isinstance(spec, str | os.PathLike) and (file := str(spec)).endswith(FILES):
         raise UserError(
             f"plan={file!r} names a file; read it first: plan=ladder.config.load_plan({file!r})"
@@ -84,10 +84,11 @@ def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) 
     return plan
 
 
-def _check_whole(name: str, value: Any, most: int, where: str = "") -> None:
-    """Raise UserError unless it is a whole number from 1 to `most`."""
-    if type(value) is not int or not 1 <= value <= most:
+def _whole(name: str, value: Any, most: int, where: str = "") -> int:
+    """`value`. Raises UserError unless it is a whole number from 1 to `most`."""
+    if not is_whole(value) or not 1 <= value <= most:
         raise UserError(f"{name}={value!r}{where} must be a whole number from 1 to {most:,}")
+    return int(value)
 
 
 def _scaled(spec: Any) -> bool:
@@ -126,7 +127,7 @@ def _from_mapping(spec: Mapping[str, Any], num_layers: int, tp_degree: int | Non
         raise UserError(f"{where} needs one of the keys layers and sublayers, and not both")
     own = spec.get("tp_degree")
     if own is not None:
-        _check_whole("tp_degree", own, MOST_RANKS, f" of {where}")
+        own = _whole("tp_degree", own, MOST_RANKS, f" of {where}")
     records = tuple(_from_list(lists[0], num_layers, tp_degree, where))
     return Plan(records, name, tp_degree if own is None and _scaled(lists[0]) else own)
 
@@ -329,9 +330,9 @@ def _preset(
             f"unknown plan {name!r}: several plans are separated by spaces; one of presets on "
             f"layers has ranges, as ladder@0-3,desync-2x@4-7"
         )
-    if os.path.exists(name):
+    if os.path.isfile(name):
         raise UserError(
-            f"plan {name!r} is a path, but a plan's file has a name that ends in one of "
+            f"plan {name!r} is a file, but a plan's file has a name that ends in one of "
             f"{', '.join(FILES)}; rename the file, or give a preset's name"
         )
     raise unknown("plan", name, PRESETS)

@@ -15,7 +15,6 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 from weakref import WeakSet
 
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from ladder.comm.capture import MODES, Mode
 from ladder.comm.capture import mode as current_mode
 from ladder.jit import device_name
-from ladder.models.errors import UserError, check_keys, unknown
+from ladder.models.errors import UserError, check_keys, is_whole, unknown
 from ladder.ops import between
 from ladder.ops.refusals import reduced_precision
 from ladder.ops.registry import (
@@ -137,7 +136,7 @@ def explain(
         assert dist.group.WORLD is not None
         ranks = dist.get_world_size()
         any_order = allows_any_order(dist.group.WORLD) if any_order is None else any_order
-    if not _whole(ranks) or ranks < 1:
+    if not is_whole(ranks) or ranks < 1:
         raise UserError(f"ranks={ranks!r} must be a whole number, 1 or more")
     if device is None:
         device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -175,19 +174,15 @@ def _check_given(operator: Operator, shapes: Sequence[Any], arguments: Mapping[s
             f"{'was' if given == 1 else 'were'} given"
         )
     check_keys(f"explain for {operator.name}", arguments, [each.name for each in numbers])
-    if not _whole(arguments.get("capacity", 1)):
+    if not is_whole(arguments.get("capacity", 1)):
         raise UserError(f"capacity={arguments['capacity']!r} must be a whole number, 1 or more")
     counts = arguments.get("table_counts")
-    if counts is not None and not (isinstance(counts, list | tuple) and all(map(_whole, counts))):
+    if counts is not None and not (isinstance(counts, list | tuple) and all(map(is_whole, counts))):
         raise UserError(f"table_counts={counts!r} must be a list, of each rank's number of tables")
     for each in numbers:
         if each.default is each.empty and each.name not in arguments and given == len(shapes):
             raise UserError(f"{operator.name} needs {each.name}, too; give {each.name}=NUMBER")
     return names
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _tensors(shape: Any, dtype: torch.dtype) -> Any:

@@ -47,7 +47,7 @@ from ladder.perf.machine import (
 )
 from ladder.perf.riders import TODAY, Kernels, added
 from ladder.perf.rows import between, converting, product, rows_measured
-from ladder.perf.slowdowns import Slowdowns, resource
+from ladder.perf.slowdowns import Slowdowns
 
 WAY = {"push": "push", "async": "nccl"}
 FULL_MESSAGE = 2**19  # bytes from which on NCCL takes as many multiprocessors as in prompts
@@ -217,7 +217,7 @@ class DecodeCost:
         NCCL waits for memory beside products, and takes multiprocessors from them. Products of one
         or two rows, whose thread blocks fill all multiprocessors, lose a sketched share. Tiles
         leave some multiprocessors free, and lose less for smaller messages."""
-        one, two = resource(operation), resource(other)
+        one, two = operation.resource, other.resource
         if one == two == "all":
             return self._shared(operation, other)
         return self._together(one, two)

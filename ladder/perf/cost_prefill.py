@@ -25,7 +25,7 @@ from ladder.perf.graph import COMM, FUSED, MAIN, ROUNDED, Operation
 from ladder.perf.grid import FILL, SQUARE, matrix_rate
 from ladder.perf.machine import Basis, Estimate, Machine
 from ladder.perf.power import power_share
-from ladder.perf.slowdowns import Slowdowns, resource
+from ladder.perf.slowdowns import Slowdowns
 
 ATTENTION_ROWS = 128  # queries of one thread block
 
@@ -57,6 +57,7 @@ class PromptCost:
         self.slowdowns = Slowdowns(machine)
         self.bases: list[Basis] = []
         self._known: dict[tuple[object, ...], float] = {}
+        self._speeds: dict[tuple[object, ...], float] = {}
 
     def __call__(self, operation: Operation) -> float:
         key = self.key(operation)
@@ -219,7 +220,14 @@ class PromptCost:
 
     def beside(self, operation: Operation, other: Operation) -> float:
         """The speed of an operation beside another one, of its speed alone."""
-        one, two = resource(operation), resource(other)
+        key = operation.resource, operation.kind, other.resource, other.kind
+        found = self._speeds.get(key)
+        if found is None:
+            found = self._speeds[key] = self._beside(operation, other)
+        return found
+
+    def _beside(self, operation: Operation, other: Operation) -> float:
+        one, two = operation.resource, other.resource
         if two == "link" and one == "all":
             if operation.kind == "product":
                 return self.slowdowns.value("product_beside_copies")

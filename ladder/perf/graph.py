@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Landing, Plan
 from ladder.models.ranks import Ranks
 from ladder.parallel.refusals import sharded_refusal
+from ladder.perf.machine import COLLECTIVES
 
 FUSED = "fused"  # the algorithm of an exchange inside of a product
 ROUNDED = "8 bits"  # the algorithm of an all-reduce by NCCL whose messages are rounded
@@ -59,6 +61,21 @@ class Operation:
     tensors: float = 0.0
     few: bool = False
 
+    @cached_property
+    def resource(self) -> str:
+        """What it takes: link (copy engines, or the links alone), nccl (some multiprocessors), push
+        (our all-reduces, some multiprocessors), direct (a landing over links), wait (one block that
+        waits), or all (all multiprocessors)."""
+        if self.kind == "copies" or self.stream == LINKS:
+            return "link"
+        if self.kind == "peers":
+            return "direct"
+        if self.kind == "barrier":
+            return "wait"
+        if self.kind not in COLLECTIVES:
+            return "all"
+        return "push" if self.algorithm in ("push", "two-shot") else "nccl"
+
     @property
     def launched(self) -> bool:
         """Whether it is a launch of its own."""
@@ -72,10 +89,11 @@ class Operation:
 
 @dataclass
 class Graph:
-    """Operations in the order in which a rank launches them."""
+    """Operations in the order in which a rank launches them. orders: what `simulate` keeps."""
 
     plan: Plan
     operations: list[Operation] = field(default_factory=list)
+    orders: dict[tuple[int, int], object] = field(default_factory=dict, repr=False, compare=False)
 
     def add(self, kind: str, needs: Iterable[int | None], **fields: object) -> int:
         """Append an operation, and return its index. A None in `needs` is ignored."""
@@ -258,10 +276,11 @@ ADJOINT = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
 GRADIENTS = ("none", "ddp", "fsdp", "hsdp")
 
 
+@lru_cache(maxsize=16)  # a table asks for the same few with other links, costs and batches
 def training(
     plan: Plan, style: str = "all-reduce", gradients: str = "none", fused: bool = False
 ) -> Graph:
-    """A training step: forward, loss, backward, optimiser.
+    """A training step: forward, loss, backward, optimiser. Do not add to it.
 
     The backward pass issues the forward operations in reverse, each after the operations that
     yield its gradient; the backward of a gather is a scatter. gradients: `ddp` all-reduces each

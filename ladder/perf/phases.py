@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
-from ladder.bench.training.points import parse_layout
 from ladder.costs import BF16
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models.config import ModelConfig
@@ -16,20 +15,19 @@ from ladder.models.ranks import Ranks
 from ladder.parallel.choose import ROUNDING, choose
 from ladder.parallel.dispatch import load_dispatch
 from ladder.parallel.overlap import Overlap, prompt_mode
-from ladder.parallel.refusals import fused_refusal, rounding_refusal, sharded_refusal
+from ladder.parallel.refusals import fused_refusal, rounding_refusal
 from ladder.perf.cost import DecodeCost, check_context, check_reducer
 from ladder.perf.cost_prefill import PromptCost
-from ladder.perf.cost_training import TrainingCost, TrainingShape
+from ladder.perf.cost_training import TrainingCost
 from ladder.perf.fused import check_weights
-from ladder.perf.graph import FUSED, REDUCES, ROUNDED, Graph, Operation, forward, training
+from ladder.perf.graph import FUSED, REDUCES, ROUNDED, Graph, Operation, forward
 from ladder.perf.lower_prefill import Way
 from ladder.perf.lower_prefill import prefill as lower_prefill
 from ladder.perf.machine import Basis, Estimate, Machine, worst
 from ladder.perf.memory import held_ranks
-from ladder.perf.nodes import LIKELY, Doubt, for_degree, with_training_bytes
+from ladder.perf.nodes import for_degree
 from ladder.perf.riders import TODAY, Kernels
 from ladder.perf.simulate import Times, simulate, spent, waiting
-from ladder.perf.slowdowns import resource
 from ladder.perf.virtual import VirtualCost
 
 # The category of the longest path to which each kind of operation counts.
@@ -126,10 +124,10 @@ def decode(
             return times.total
         return simulate(cost.lowered(config.plan.as_no_comm()), cost, cost.beside).total
 
-    return _prediction(graph, times, bare, cost, machine, added)
+    return prediction_of(graph, times, bare, cost, machine, added)
 
 
-def _prediction(
+def prediction_of(
     graph: Graph,
     times: Times,
     bare: Callable[[], float],
@@ -185,7 +183,7 @@ def prefill(
     between products. Raises UserError as `decode` does, and for a plan that the reducer refuses.
     """
     config.check_divides(tp, "--tp")
-    _check_tokens(config, batch, prompt)
+    check_tokens(config, batch, prompt)
     if reducer == FUSED:
         check_weights(weights)
     elif reducer in ROUNDING:
@@ -199,7 +197,7 @@ def prefill(
     cost = PromptCost(config, machine, tp, batch, prompt, weights)
     asked = machine.gpu, tp, reducer, (batch, prompt), weights
     graph = lower_prefill(config.plan, prompt_way(config, config.plan, *asked, inside=inside))
-    times = _limited(graph, cost)
+    times = limited(graph, cost)
     added = waiting(graph, cost, cost.beside, times.total, tp, tp, jitter)
 
     def bare() -> float:
@@ -209,9 +207,9 @@ def prefill(
         base = PLAIN.get(reducer, reducer)
         way = prompt_way(config, plan, machine.gpu, tp, base, (batch, prompt), weights)
         alone = lower_prefill(plan, way)
-        return max(_limited(alone, cost).total, _launched(alone, cost))
+        return max(limited(alone, cost).total, _launched(alone, cost))
 
-    return _prediction(graph, times, bare, cost, machine, added, _launched(graph, cost))
+    return prediction_of(graph, times, bare, cost, machine, added, _launched(graph, cost))
 
 
 def _launched(graph: Graph, cost: PromptCost) -> float:
@@ -245,7 +243,7 @@ def _virtual(
     def timed(plan: Plan) -> tuple[Graph, Times]:
         graph = forward(plan, style)
         if not context:
-            return graph, _limited(graph, cost)
+            return graph, limited(graph, cost)
         return graph, simulate(graph, cost, cost.beside)
 
     graph, times = timed(config.plan)
@@ -254,10 +252,10 @@ def _virtual(
     def bare() -> float:
         return timed(config.plan.as_no_comm())[1].total
 
-    return _prediction(graph, times, bare, cost, machine, added)
+    return prediction_of(graph, times, bare, cost, machine, added)
 
 
-def _check_tokens(config: ModelConfig, batch: int, tokens: int) -> None:
+def check_tokens(config: ModelConfig, batch: int, tokens: int) -> None:
     """Raise UserError unless the model can take `batch` sequences of `tokens` tokens."""
     if batch < 1:
         raise UserError(f"--batch={batch} must be 1 or more")
@@ -295,110 +293,10 @@ def prompt_way(
     return Way(tp, chosen.transport, large, small, chosen.reducer == FUSED)
 
 
-def _limited(graph: Graph, cost: PromptCost) -> Times:
+def limited(graph: Graph, cost: PromptCost) -> Times:
     """The times with products at the rate that the power limit leaves for this mix of kernels."""
     cost.unlimit()
     times = simulate(graph, cost, cost.beside)
-    busy = sum(cost(each) for each in graph.operations if resource(each) == "all")
+    busy = sum(cost(each) for each in graph.operations if each.resource == "all")
     cost.limit(busy, times.total)
     return simulate(graph, cost, cost.beside)
-
-
-def train(
-    config: ModelConfig, machine: Machine, layout: str, seq_len: int, batch: int,
-    micro_batch: int = 0, activation_checkpointing: str = "none", no_comm: bool = False,
-    gpus: int = 0, jitter: float = 0.0, nodes: int = 1, doubt: Doubt = LIKELY,
-    machines: Mapping[int, Machine] | None = None,
-) -> Prediction:  # fmt: skip
-    """A compiled training step in bfloat16 with AdamW.
-
-    layout: a name such as tp4+sp+fsdp. gpus: how many GPUs it covers; 0: those of `nodes` nodes,
-    each of which is such a machine. batch: sequences of each data-parallel rank, `micro_batch` at
-    a time (0: all). no_comm: without the sublayers' reduces, as `ladder bench train` measures it.
-    jitter: of the ranks' times (`simulate.Skew`). doubt: about the links between nodes. machines:
-    see `TrainingCost`.
-
-    Raises UserError for a layout that the GPUs, the plan or the model cannot have.
-    """
-    _check_tokens(config, batch, seq_len)
-    machine = with_training_bytes(machine)
-    micro = micro_batch or batch
-    if micro < 1 or batch % micro:
-        raise UserError(f"--micro-batch={micro} does not divide --batch={batch}")
-    shape = training_shape(
-        config,
-        gpus or nodes * machine.gpus,
-        layout,
-        micro,
-        seq_len,
-        activation_checkpointing,
-        nodes,
-    )
-    style = "sharded" if shape.sequence_parallel else "all-reduce" if shape.tp > 1 else "alone"
-    fused = parse_layout(layout).reducer == FUSED
-    data = "none" if shape.replicas == 1 else "ddp" if shape.shards == 1 else "fsdp"
-    if shape.nodes > 1 and 1 < shape.shards < shape.replicas:
-        data = "hsdp"  # on a single node all ranks count as one group
-
-    def timed(
-        data: str, no_comm: bool, jitter: float = 0.0
-    ) -> tuple[Graph, Times, TrainingCost, float, float]:
-        plan, ranks = config.plan, shape.tp * shape.replicas
-        cost = TrainingCost(config, machine, shape, batch > micro, no_comm, doubt, machines)
-        graph = training(plan, style, data, fused)
-        times = _limited(graph, cost)
-        added = waiting(graph, cost, cost.beside, times.total, ranks, shape.tp, jitter)
-        earlier = 0.0
-        if batch > micro:
-            # DDP leaves earlier micro-batches' gradients where they are. FSDP does, too, and adds
-            # them whole; their scatter stands for that here, which the records of FSDP bear out.
-            kept = {"ddp": "none", "hsdp": "fsdp"}.get(data, data)
-            before = training(plan, style, kept, fused)
-            found = simulate(before, cost, cost.beside)
-            more = waiting(before, cost, cost.beside, found.total, ranks, shape.tp, jitter)
-            added += (batch // micro - 1) * more
-            earlier = (batch // micro - 1) * (found.total - cost(before.operations[-1]))
-        return graph, times, cost, earlier, added
-
-    graph, times, cost, earlier, added = timed(data, no_comm, jitter)
-
-    def bare() -> float:
-        _, found, _, before, _ = timed("none", True)
-        return found.total + before
-
-    found = _prediction(graph, times, bare, cost, machine, added)
-    return found if not earlier else replace(
-        found, us=found.us + earlier,
-        limits=tuple(
-            (name, us if name == WAITING else us * (1 + earlier / times.total))
-            for name, us in found.limits
-        ),
-    )  # fmt: skip
-
-
-def training_shape(
-    config: ModelConfig, gpus: int, layout: str, sequences: int, seq_len: int, kept: str,
-    nodes: int = 1,
-) -> TrainingShape:  # fmt: skip
-    """The shape of a layout on `gpus` GPUs. Raises UserError if they cannot have the layout."""
-    found = parse_layout(layout)
-    if nodes > 1 and gpus // nodes % found.tp:
-        raise UserError(
-            f"--layouts {layout} on nodes of {gpus // nodes} GPUs: a group of TP lies within a "
-            f"node; give a TP degree that divides it"
-        )
-    config.check_divides(found.tp, "--layouts tp")
-    replicas, shards = found.data_parallel(gpus)
-    here = replicas // nodes  # of a node
-    if nodes > 1 and shards % here and here % shards:
-        raise UserError(
-            f"--layouts {layout} on nodes of {gpus // nodes} GPUs: {shards} shards neither fill "
-            f"nodes nor divide one; give a divisor or a multiple of {here}"
-        )
-    held = held_ranks(config, found.tp)
-    if found.sequence_parallel:
-        refusal = sharded_refusal(config.plan, Ranks(found.tp * held, 0, held))
-        if refusal:
-            raise UserError(f"--layouts {layout} with plan {config.plan.name!r}: {refusal}")
-    return TrainingShape(found.tp, replicas, shards, held, found.sequence_parallel, sequences,
-                         seq_len, kept == "full", nodes)  # fmt: skip

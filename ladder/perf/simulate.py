@@ -166,6 +166,16 @@ class _Order:
                 newest[each.stream] = index
 
 
+def _order(graph: Graph, peers: int) -> _Order:
+    """The order of a graph, made once."""
+    key = peers, len(graph.operations)
+    if key not in graph.orders:
+        graph.orders[key] = _Order(graph.operations, peers)
+    found = graph.orders[key]
+    assert isinstance(found, _Order)
+    return found
+
+
 def _lands(operation: Operation, need: Operation) -> bool:
     """Whether an operation needs the sum of all ranks' parts sent in `need`, not just its own."""
     return sends(need) and any(
@@ -247,7 +257,7 @@ def simulate(graph: Graph, cost: Cost, beside: Beside | None = None, skew: Skew 
     """
     operations = graph.operations
     count, several = len(operations), skew.ranks > 1
-    order = _Order(operations, skew.tp or skew.ranks)
+    order = _order(graph, skew.tp or skew.ranks)
     ranks = [_Rank(order, offset) for offset in skew.offsets or (0.0,) * skew.ranks]
     costs = [cost(each) for each in operations]
     factors = skew.factors(operations) if skew.jitter else None

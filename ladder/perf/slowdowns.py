@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ladder.perf.graph import LINKS, Operation
-from ladder.perf.machine import COLLECTIVES, Machine
+from ladder.perf.machine import Machine
 
 COMMUNICATES = ("nccl", "push", "direct")
 
@@ -25,7 +24,7 @@ class Slowdowns:
         return min(1.0, found[0].at(nbytes).us) if found else None
 
     def together(self, one: str, two: str) -> float:
-        """The speed of an operation on resource `one` (see `resource`) beside one on `two`."""
+        """The speed of an operation on resource `one` (see `Operation`) beside one on `two`."""
         if "wait" in (one, two) or "link" in (one, two):
             return 1.0
         if one == "all" and two in COMMUNICATES:
@@ -49,18 +48,3 @@ class Slowdowns:
             if source != "measured":
                 said.append(f"{name} {self.machine.value(name):g} ({source})")
         return tuple(said)
-
-
-def resource(operation: Operation) -> str:
-    """What an operation takes: link (copy engines, or the links alone), nccl (some
-    multiprocessors), push (our all-reduces, some multiprocessors), direct (a landing over links),
-    wait (one block that waits), or all (all multiprocessors)."""
-    if operation.kind == "copies" or operation.stream == LINKS:
-        return "link"
-    if operation.kind == "peers":
-        return "direct"
-    if operation.kind == "barrier":
-        return "wait"
-    if operation.kind not in COLLECTIVES:
-        return "all"
-    return "push" if operation.algorithm in ("push", "two-shot") else "nccl"

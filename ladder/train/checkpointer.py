@@ -158,9 +158,10 @@ class Checkpointer:
             if not isinstance(failed, OSError):
                 raise
             if self.main:
+                same = self.folder.name == name
                 print(
-                    f"warning: {self.folder.name} could not be written ({failed}); saving {name} "
-                    f"in its place",
+                    f"warning: {self.folder.name} could not be written ({failed}); "
+                    f"{'trying again' if same else f'saving {name} in its place'}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -184,11 +185,16 @@ class Checkpointer:
         if self.pinned:
             torch.cuda.current_stream().synchronize()
 
-    def wait(self) -> None:
-        """Wait for the save in progress; raises, on every rank, the error of a failed save."""
+    def lost(self) -> bool:
+        """Wait for the save in progress; whether it failed, the same on every rank."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
+        return self.failure is not None
+
+    def wait(self) -> None:
+        """Wait for the save in progress; raises, on every rank, the error of a failed save."""
+        self.lost()
         if self.failure is not None:
             error, self.failure = self.failure, None
             raise _explained(error, self.folder)

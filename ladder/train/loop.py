@@ -322,7 +322,7 @@ class Trainer:
         where = _first_not_finite(outcome.own_loss, launched.windows)
         kept = f"The run up to step {step} is saved" if step else "No step was before it"
         try:
-            if self.saved < step:
+            if self.saved < step or self.checkpointer.lost():
                 config = self.run.model_after(step)
                 self.checkpointer.save(self.run.checkpoint_record(step), config, keep_all=True)
             self.checkpointer.wait()

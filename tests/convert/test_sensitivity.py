@@ -179,6 +179,8 @@ def test_the_command(
     assert main([*common, "--layers", "2", "--out", str(tmp_path / "a.json")]) == 0
     printed = capsys.readouterr().out
     plan = printed.strip().splitlines()[-2].removeprefix("--plan ")
+    assert main([*common, "--layers", "1", "--out", str(tmp_path / "a.json")]) == 2
+    assert "a.json exists; name another file" in capsys.readouterr().err
     found = json.loads((tmp_path / "a.json").read_text())
     assert len(found["singles"]) == len(found["suffixes"]) == 4
     assert main(["convert", str(standard), "--plan", plan, "--out", str(tmp_path / "b")]) == 0

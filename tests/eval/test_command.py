@@ -88,8 +88,9 @@ def test_each_example_is_written_if_asked(
                    if (each["task"], each["metric"]) == (task, metric))  # fmt: skip
         assert sum(each[metric] for each in samples[:2]) / 2 == mean
     del command[command.index("--log-samples")]
+    (out / "samples_mine.jsonl").write_text('{"mine": 1}\n')
     assert main([*command[:-1], "--overwrite"]) == 0
-    assert not list(out.glob("samples_*"))
+    assert [file.name for file in out.glob("samples_*")] == ["samples_mine.jsonl"]
 
 
 def test_texts_are_scored_in_windows_as_a_run_was_trained(

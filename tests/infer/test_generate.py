@@ -306,6 +306,18 @@ def test_stop_strings_end_a_text(
         assert found
 
 
+@pytest.mark.parametrize("count", [1, 9, 200])
+def test_special_tokens_inside_a_stop_string_are_no_part_of_it(count: int) -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<|end|>"])
+    end = tokenizer.token_to_id("<|end|>")
+    (a,), (b,) = (tokenizer.encode(letter).ids for letter in "ab")
+    ended = stopper(tokenizer, ["ab"], [tokenizer.encode("zz").ids])
+    assert ended is not None
+    assert not ended(0, [a, *[end] * count])
+    assert ended(0, [a, *[end] * count, b])
+
+
 def test_text_that_may_begin_a_stop_string_is_held_back(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = byte_level()
     printer = TokenPrinter(tokenizer, [], "", ["abd", "bcx"])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -274,11 +275,18 @@ def test_a_plan_of_a_list_is_one_of_a_tuple() -> None:
 
 def test_a_path_that_is_no_plans_file_is_called_one(tmp_path: Path) -> None:
     (tmp_path / "plan.txt").write_text("[{kind: attention+mlp}]")
-    for path in (tmp_path, tmp_path / "plan.txt"):
-        with pytest.raises(UserError, match=r"is a path, but a plan's file .* of \.yaml, \.yml"):
-            resolve_plan(str(path), L)
-    with pytest.raises(UserError, match="unknown plan"):
-        resolve_plan(str(tmp_path / "none.txt"), L)
+    with pytest.raises(UserError, match=r"is a file, but a plan's file .* of \.yaml, \.yml"):
+        resolve_plan(str(tmp_path / "plan.txt"), L)
+    (tmp_path / "desync").mkdir()  # a folder is no plan's file
+    for name in ("none.txt", "desync"):
+        with pytest.raises(UserError, match="unknown plan"):
+            resolve_plan(str(tmp_path / name), L)
+
+
+def test_whole_numbers_of_numpy_are_taken() -> None:
+    plan = resolve_plan("dtp-2", np.int64(L), np.int32(2))  # type: ignore[arg-type]
+    assert plan == resolve_plan("dtp-2", L, 2)
+    assert type(plan.tp_degree) is int
 
 
 def test_records_of_another_degree_are_refused() -> None:

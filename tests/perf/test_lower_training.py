@@ -9,7 +9,7 @@ import pytest
 from ladder.config import model_config
 from ladder.costs import training_flops_per_token
 from ladder.models import ModelConfig, UserError, resolve_plan
-from ladder.perf import phases
+from ladder.perf import training_phase
 from ladder.perf.cost_training import ADAMW, TrainingCost
 from ladder.perf.graph import COMM, forward, training
 from ladder.perf.machine import Machine, Value
@@ -29,7 +29,7 @@ def model(plan: str, degree: int = 4, layers: int = 8) -> ModelConfig:
 def step(plan: str, layout: str, machine: Machine | None = None, **more: int) -> float:
     options = {"batch": 1, "micro_batch": 0} | more
     config = model(plan, options.pop("degree", 4))
-    found = phases.train(config, machine or load("h200x4"), layout, SEQ, **options)  # type: ignore[arg-type]
+    found = training_phase.train(config, machine or load("h200x4"), layout, SEQ, **options)  # type: ignore[arg-type]
     assert sum(us for _, us in found.limits) == pytest.approx(found.us)
     return found.us
 
@@ -46,8 +46,8 @@ def test_no_step_is_below_its_floor(layout: str) -> None:
 def test_the_layers_of_a_ladder_hide_what_standard_waits_for() -> None:
     for layout in ("tp4", "tp4+sp"):
         machine = load("h200x4")
-        waits = phases.train(model("standard"), machine, layout, SEQ, 1)
-        hides = phases.train(model("ladder"), machine, layout, SEQ, 1)
+        waits = training_phase.train(model("standard"), machine, layout, SEQ, 1)
+        hides = training_phase.train(model("ladder"), machine, layout, SEQ, 1)
         assert waits.us > hides.us
         assert waits.exposed_us > hides.exposed_us > 0
         assert waits.collectives == hides.collectives == 16
@@ -56,7 +56,7 @@ def test_the_layers_of_a_ladder_hide_what_standard_waits_for() -> None:
 def test_without_reduces_all_plans_are_alike() -> None:
     machine = load("h200x4")
     found = {
-        plan: phases.train(model(plan), machine, "tp4", SEQ, 1, no_comm=True)
+        plan: training_phase.train(model(plan), machine, "tp4", SEQ, 1, no_comm=True)
         for plan in ("standard", "ladder")
     }
     assert found["ladder"].us == pytest.approx(found["standard"].us, rel=0.02)
@@ -64,7 +64,7 @@ def test_without_reduces_all_plans_are_alike() -> None:
 
 
 def test_one_process_communicates_nothing() -> None:
-    found = phases.train(model("standard"), load("h200x4"), "ddp", SEQ, 1, gpus=1)
+    found = training_phase.train(model("standard"), load("h200x4"), "ddp", SEQ, 1, gpus=1)
     kinds = {each.kind for each in found.graph.operations}
     assert not kinds & {"all-reduce", "all-gather", "reduce-scatter"}
     assert COMM not in {each.stream for each in found.graph.operations}
@@ -73,10 +73,10 @@ def test_one_process_communicates_nothing() -> None:
 def test_micro_batches_add_up() -> None:
     """Two of one sequence take twice what one does, but for one optimiser, one reduce of gradients,
     and the gradients that are added."""
-    one = phases.train(model("standard"), load("h200x4"), "ddp", SEQ, 1)
+    one = training_phase.train(model("standard"), load("h200x4"), "ddp", SEQ, 1)
     two = step("standard", "ddp", batch=2, micro_batch=1)
     machine, config = load("h200x4"), model("standard")
-    shape = phases.training_shape(config, 4, "ddp", 1, SEQ, "none")
+    shape = training_phase.training_shape(config, 4, "ddp", 1, SEQ, "none")
     cost = TrainingCost(config, machine, shape, False, False)
     adamw = cost(training(config.plan, "alone").operations[-1])
     assert two == pytest.approx(2 * one.us - adamw - one.exposed_us, rel=0.05)
@@ -86,16 +86,16 @@ def test_micro_batches_add_up() -> None:
 
 def test_recomputing_takes_another_forward_pass() -> None:
     machine, config = load("h200x4"), model("standard")
-    kept = phases.train(config, machine, "ddp", SEQ, 1)
-    full = phases.train(config, machine, "ddp", SEQ, 1, activation_checkpointing="full")
+    kept = training_phase.train(config, machine, "ddp", SEQ, 1)
+    full = training_phase.train(config, machine, "ddp", SEQ, 1, activation_checkpointing="full")
     assert 1.15 < full.us / kept.us < 1.35
 
 
 def test_virtual_ranks_move_more() -> None:
     """Four ranks in a process have four residuals to land and to keep apart."""
     config = model("desync-4x")
-    found = phases.train(config, load("h200x4"), "ddp", SEQ, 1)
-    one = phases.train(model("standard"), load("h200x4"), "ddp", SEQ, 1)
+    found = training_phase.train(config, load("h200x4"), "ddp", SEQ, 1)
+    one = training_phase.train(model("standard"), load("h200x4"), "ddp", SEQ, 1)
     assert dict(found.limits)["landings"] > 2 * dict(one.limits)["landings"]
 
 
@@ -104,7 +104,7 @@ def test_virtual_ranks_share_their_process_part_of_the_vocabulary() -> None:
     machine, found = load("h200x4"), []
     for plan in ("standard", "desync-4x"):
         config = model(plan)
-        shape = phases.training_shape(config, 1, "ddp", 1, SEQ, "none")
+        shape = training_phase.training_shape(config, 1, "ddp", 1, SEQ, "none")
         cost = TrainingCost(config, machine, shape, False, False)
         graph = training(config.plan, "alone")
         found.append([cost(each) for each in graph.operations if each.kind in ("head", "loss")])
@@ -131,7 +131,7 @@ def test_slower_links_never_make_a_step_faster(layout: str) -> None:
 
 def test_half_a_reduce_where_its_own_curve_is_missing() -> None:
     machine, config = load("h200x4"), model("standard")
-    shape = phases.training_shape(config, 4, "tp4+sp", 1, SEQ, "none")
+    shape = training_phase.training_shape(config, 4, "tp4+sp", 1, SEQ, "none")
     cost = TrainingCost(config, machine, shape, False, False)
     graph = forward(config.plan, "sharded")
     (scatter, *_) = graph.of("reduce-scatter")
@@ -173,4 +173,4 @@ def test_layouts_that_cannot_be(layout: str, plan: str, said: str) -> None:
     with pytest.raises(UserError, match="--batch=0 must be 1 or more"):
         step("standard", "ddp", batch=0)
     with pytest.raises(UserError, match="--context=8193 must be 1 to the model's context, 8192"):
-        phases.train(model("standard"), load("h200x4"), "ddp", 8193, 1)
+        training_phase.train(model("standard"), load("h200x4"), "ddp", 8193, 1)

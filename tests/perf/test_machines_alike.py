@@ -9,7 +9,7 @@ import pytest
 
 from ladder.cli import main
 from ladder.config import model_config
-from ladder.perf import machine_files, phases
+from ladder.perf import machine_files, phases, training_phase
 from ladder.perf.cost_prefill import PromptCost
 from ladder.perf.machine import Machine
 from ladder.perf.machine_files import load as load_measured
@@ -90,9 +90,9 @@ def test_bytes_of_training_are_those_of_the_same_gpu_and_said() -> None:
         assert found.value == two.value
         assert found.provenance == f"declared: training_bytes as of h100x2; {two.provenance}"
         shape = model_config("quarter-8b")
-        step = phases.train(shape, load(name), "ddp", 4096, 1, gpus=1)
+        step = training_phase.train(shape, load(name), "ddp", 4096, 1, gpus=1)
         assert found.provenance in step.provenance
-        likewise = phases.train(shape, load("h100x2"), "ddp", 4096, 1, gpus=1)
+        likewise = training_phase.train(shape, load("h100x2"), "ddp", 4096, 1, gpus=1)
         assert step.us == pytest.approx(likewise.us, rel=0.02)
     assert with_training_bytes(load("h200x1")) == load("h200x1")
     other = with_training_bytes(Machine("own", "another GPU", 4, {})).values["training_bytes"]

@@ -15,7 +15,7 @@ from ladder.cli import main, make_parser
 from ladder.config import model_config
 from ladder.costs import BF16, FP32
 from ladder.models import UserError
-from ladder.perf import nodes, phases
+from ladder.perf import nodes, training_phase
 from ladder.perf.cost_prefill import PromptCost
 from ladder.perf.cost_training import TrainingCost
 from ladder.perf.graph import COPIES, DATA, training
@@ -34,8 +34,8 @@ from ladder.perf.nodes import (
     relatives,
     without_peers,
 )
-from ladder.perf.phases import training_shape
 from ladder.perf.scale.tables import NVLINK, reduces
+from ladder.perf.training_phase import training_shape
 
 Out = pytest.CaptureFixture[str]
 SHAPE = model_config("llama-3-8b")
@@ -87,7 +87,7 @@ def test_collectives_are_those_of_their_groups() -> None:
 def test_steps_grow_with_nodes_and_with_slower_links(layout: str) -> None:
     def us(nodes: int, doubt: Any = None) -> float:
         more = {} if doubt is None else {"doubt": doubt}
-        return phases.train(SHAPE, NODE, layout, 4096, 1, nodes=nodes, **more).us
+        return training_phase.train(SHAPE, NODE, layout, 4096, 1, nodes=nodes, **more).us
 
     steps = [us(nodes) for nodes in (2, 4, 16, 64)]
     assert steps == sorted(steps)
@@ -243,7 +243,7 @@ def test_a_link_of_the_machines_own_file_counts() -> None:
     assert slow in links_of(mine)
     assert {each.tier for each in links_of(mine)} == {"InfiniBand", "NVLink"}
     one, other = (
-        phases.train(SHAPE, each, "fsdp", 4096, 1, nodes=2).us
+        training_phase.train(SHAPE, each, "fsdp", 4096, 1, nodes=2).us
         for each in (load_measured("h200x4"), mine)
     )
     assert other > one

@@ -285,6 +285,7 @@ def old(path: Path) -> str:
         (("--plans", "checkpoint"), "needs MODEL to be a folder"),
         (("--trace", "nowhere/trace.json"), "--trace=nowhere/trace.json: name a file"),
         (("--page", "."), "--page=.: name a file"),
+        (("--page", "one.html", "--trace", "./one.html"), "--page=one.html and --trace=one.html"),
         (("--layouts", "ddp"), "--layouts is of training; give --train"),
         (("--machine", "h200x4-no-p2p", "--reducers", "push"), "give --reducers async"),
         (("--machine", "h200x4-no-p2p", "--prefill", "--reducers", "fused"), "have no access to"),

@@ -81,6 +81,13 @@ def test_no_slices_of_a_track_overlap(words: str, tmp_path: Path, capsys: Out) -
             assert start >= before - 1e-6
 
 
+def test_sums_over_a_single_rank_are_no_kernels(tmp_path: Path, capsys: Out) -> None:
+    file = tmp_path / "trace.json"
+    words = "llama-3.2-1b --train --layouts fsdp --plans standard --trace"
+    asked(capsys, *shlex.split(words), str(file))
+    assert all(each["dur"] > 0 for each in read_trace(file) if each["ph"] == "X")
+
+
 def test_a_trace_names_what_runs_of_sums_in_8_bits(tmp_path: Path, capsys: Out) -> None:
     """A gather; the embedding's and the last layer's two, of one row, are not rounded."""
     file = tmp_path / "trace.json"

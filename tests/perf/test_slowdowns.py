@@ -16,7 +16,7 @@ from ladder.perf import phases
 from ladder.perf.graph import Operation
 from ladder.perf.machine import DECLARED, SPEEDS, TURNS, Curve, Machine, Value
 from ladder.perf.machine_files import load, write
-from ladder.perf.slowdowns import Slowdowns, resource
+from ladder.perf.slowdowns import Slowdowns
 
 MEASURED = {
     "product_beside_nccl": 0.9,
@@ -64,9 +64,9 @@ def test_an_operation_takes_what_its_algorithm_does() -> None:
         ("push", "push"),
         ("two-shot", "push"),
     ):
-        assert resource(Operation(0, "all-reduce", "main", (), algorithm=algorithm)) == taken
-    assert resource(Operation(0, "product", "main", ())) == "all"
-    assert resource(Operation(0, "peers", "side", ())) == "direct"
+        assert Operation(0, "all-reduce", "main", (), algorithm=algorithm).resource == taken
+    assert Operation(0, "product", "main", ()).resource == "all"
+    assert Operation(0, "peers", "side", ()).resource == "direct"
 
 
 def test_landings_over_links_are_as_all_reduces_where_nobody_measured_them() -> None:

@@ -135,6 +135,25 @@ def test_a_save_that_failed_costs_no_step_before_a_loss_that_is_not_finite(
     assert steps_of(tmp_path / "run") == [3]
 
 
+def test_a_save_that_failed_just_before_a_loss_that_is_not_finite_is_tried_again(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write, calls = shards.write_file, []
+
+    def full_once(path: Path, *arguments: Any) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        write(path, *arguments)
+
+    monkeypatch.setattr(shards, "write_file", full_once)
+    settings = recipe(corpus, tmp_path / "run", checkpoint_interval=2).to_dict()
+    assert "The run up to step 2 is saved" in spoilt_at(0, 1, settings, 3)
+    assert steps_of(tmp_path / "run") == [2]
+    assert "step-000002 could not be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [

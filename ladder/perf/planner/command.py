@@ -22,6 +22,8 @@ def main(options: Any) -> int:
         path = getattr(options, name)
         if path is not None:
             check_names_file(path, f"--{name}")
+    if options.page and options.trace and options.page.resolve() == options.trace.resolve():
+        raise UserError(f"--page={options.page} and --trace={options.trace} are one file; name two")
     question = question_of(options)
     rows, left_out = ask(question)
     best = recommended(rows, question.objective)

@@ -160,6 +160,8 @@ def events(row: Row, phase: str, micro_batch: int = 0) -> list[dict[str, Any]]:
          "ts": 0.0, "dur": found.times.total + 2 * PAUSE}
     )  # fmt: skip
     for each, start, end in spans(found):
+        if end == start:  # no kernel, as a sum over a single rank
+            continue
         about = {"is": describe(each)}
         place = {"ph": "X", "ts": PAUSE + start, "dur": end - start}
         if each.launched:

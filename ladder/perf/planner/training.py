@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from ladder.bench.training.points import Layout, parse_layout
 from ladder.config import CHECKPOINTING
 from ladder.models.errors import UserError
 from ladder.models.ranks import Ranks
 from ladder.parallel.refusals import rows_refusal, sharded_refusal
-from ladder.perf import memory, phases
+from ladder.perf import memory, training_phase
 from ladder.perf.cost_training import groups
 from ladder.perf.memory import GIB, Memory
-from ladder.perf.nodes import ENDS, LIKELY, Doubt, links_of
+from ladder.perf.nodes import ENDS, links_of
 from ladder.perf.phases import Prediction
 from ladder.perf.planner.intervals import Interval
 from ladder.perf.planner.question import ALONE, WHOLE, Candidate, LeftOut, Question, divided
 from ladder.perf.planner.subject import check_names
 from ladder.train.config import MOST
 
+Answer = TypeVar("Answer")
 MOST_SKEWED = 64  # the most ranks that are simulated one by one
 LINKS = "links of declared nodes from half to twice the latency, 60 to 100 % of the rate"
 FITS = ["layout", "batch", "weights", "optimiser", "gradients", "activations", "reserve", "GiB",
@@ -160,16 +162,16 @@ def held(question: Question, each: Candidate) -> Memory:
 
 
 def predict(question: Question, each: Candidate) -> Prediction:
-    return _predict(question, each, question.jitter)
+    return _asked(training_phase.train, question, each, jitter=question.jitter)
 
 
-def _predict(
-    question: Question, each: Candidate, jitter: float, doubt: Doubt = LIKELY
-) -> Prediction:
-    return phases.train(
+def _asked(
+    of: Callable[..., Answer], question: Question, each: Candidate, **more: Any
+) -> Answer:  # fmt: skip
+    return of(
         each.config, question.machine, each.way, question.context, each.batch,
-        question.micro_batch, question.checkpointing, jitter=jitter, nodes=question.nodes,
-        doubt=doubt, machines=question.machines,
+        question.micro_batch, question.checkpointing, nodes=question.nodes,
+        machines=question.machines, **more,
     )  # fmt: skip
 
 
@@ -178,7 +180,9 @@ def doubted(question: Question, each: Candidate, found: Prediction, near: Interv
     if near.low is None or near.high is None:
         return near
     likely = found.us - found.waiting_us
-    best, worst = (_predict(question, each, 0.0, doubt).us / likely for doubt in ENDS)
+    best, worst = (
+        _asked(training_phase.train_us, question, each, doubt=end) / likely for end in ENDS
+    )
     source = f"{near.source}; {LINKS}"
     return Interval(near.low * best, near.high * worst, source, True, near.wider)
 

@@ -19,7 +19,7 @@ from ladder.config import CHECKPOINTING
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models.eight_bits import EIGHT_BITS
 from ladder.models.errors import UserError
-from ladder.perf import phases
+from ladder.perf import phases, training_phase
 from ladder.perf.cost import WAY
 from ladder.perf.graph import FUSED
 from ladder.perf.machine import ATTENTION, Machine
@@ -304,7 +304,7 @@ def predicted(
 ) -> float:
     """The predicted milliseconds. kernels: of a decode step. inside: see `phases.prefill`."""
     if isinstance(point, Run):
-        found = phases.train(
+        found = training_phase.train(
             shape_of(point, TP_DEGREE), machine, point.layout, point.seq_len, point.batch,
             point.micro_batch, point.checkpointing, point.no_comm, point.gpus,
         )  # fmt: skip
