@@ -35,11 +35,6 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
-    """The words about a text that cannot be decoded; `before`: the bytes before what was tried."""
-    return f"is not UTF-8 text (byte {before + error.start} is 0x{error.object[error.start]:02x})"
-
-
 def usual_mode(path: Path) -> None:
     """Give a file the default mode of new files; safetensors restricts its files to the owner.
 

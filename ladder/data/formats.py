@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from ladder.data.compression import GZIP, compressed, open_text, readable
 from ladder.data.conversations import columns_beside, conversation_text, remedy_for, unusable
-from ladder.files import not_utf8
-from ladder.models.errors import UserError, kind_of
+from ladder.models.errors import UserError, kind_of, reason
 
 ROWS = 1024  # rows of a Parquet file that are in memory as Python strings at once
 FORMS = {".jsonl": ".jsonl", ".ndjson": ".jsonl", ".parquet": ".parquet"}
@@ -139,7 +138,7 @@ def read_documents(part: FilePart, field: Field) -> Iterator[Document]:
         text = data[mark:].decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} {not_utf8(error, mark)}; convert it, or take it out of the paths given"
+            f"{path} is {reason(error, mark)}; convert it, or take it out of the paths given"
         ) from error
     if path.suffix.lower() == ".json":
         _refuse_records(path, text, field)
@@ -241,7 +240,7 @@ def _text_of(line: bytes, where: str, field: Field) -> str:
     try:
         record = json.loads(line)
     except UnicodeDecodeError as error:
-        raise UserError(f"{where} {not_utf8(error)}; convert the file") from error
+        raise UserError(f"{where} is {reason(error)}; convert the file") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not valid JSON ({error}); correct the line") from error
     if not isinstance(record, dict):

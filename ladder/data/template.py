@@ -25,7 +25,6 @@ from ladder.data.tokenizer import (
     tokenizer_config,
     tokenizer_file,
 )
-from ladder.files import not_utf8
 from ladder.models.errors import UserError, reason
 
 Message = dict[str, Any]  # role and content; one with weight 0 is not learnt
@@ -229,7 +228,7 @@ def load_template(
         try:
             return ChatTemplate(file.read_text(encoding="utf-8"), names, str(file)), config
         except UnicodeDecodeError as error:
-            raise UserError(f"the chat template {file} {not_utf8(error)}; convert it") from error
+            raise UserError(f"the chat template {file} is {reason(error)}; convert it") from error
         except OSError as error:
             raise UserError(
                 f"the chat template {file} cannot be read ({reason(error)}); give the path of a "

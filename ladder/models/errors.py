@@ -29,10 +29,14 @@ def brief(text: str, most: int = 2000) -> str:
     return f"{text[: most // 2]} ... {text[-(most // 2) :]}"
 
 
-def reason(error: Exception) -> str:
-    """Why a file cannot be read, without an OSError's path, which the error's line already has."""
+def reason(error: Exception, before: int = 0) -> str:
+    """Why a file cannot be read, without an OSError's path, which the error's line already has.
+
+    before: the bytes of a text before those that could not be decoded.
+    """
     if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x})"
+        at, byte = before + error.start, error.object[error.start]
+        return f"not UTF-8 text (byte {at} is 0x{byte:02x})"
     return str(getattr(error, "strerror", None) or error)
 
 

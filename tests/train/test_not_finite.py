@@ -119,26 +119,13 @@ def test_a_loss_that_is_not_finite_on_a_full_disk_claims_no_checkpoint(
         assert not steps_of(tmp_path / name)
 
 
+@pytest.mark.parametrize(("step", "said"), [(4, "saving step-000003 in its place"),
+                                            (3, "trying again")])  # fmt: skip
 def test_a_save_that_failed_costs_no_step_before_a_loss_that_is_not_finite(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = shards.write_file
-
-    def full(path: Path, *arguments: Any) -> None:
-        if path.parent.name == ".step-000002.partial":
-            raise OSError(28, "No space left on device")
-        write(path, *arguments)
-
-    monkeypatch.setattr(shards, "write_file", full)
-    settings = recipe(corpus, tmp_path / "run", checkpoint_interval=2).to_dict()
-    assert "The run up to step 3 is saved" in spoilt_at(0, 1, settings, 4)
-    assert steps_of(tmp_path / "run") == [3]
-
-
-def test_a_save_that_failed_just_before_a_loss_that_is_not_finite_is_tried_again(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], step: int, said: str,
 ) -> None:  # fmt: skip
+    """The disk is full once, at step 2: the steps before the one that is not finite are saved."""
     write, calls = shards.write_file, []
 
     def full_once(path: Path, *arguments: Any) -> None:
@@ -149,9 +136,11 @@ def test_a_save_that_failed_just_before_a_loss_that_is_not_finite_is_tried_again
 
     monkeypatch.setattr(shards, "write_file", full_once)
     settings = recipe(corpus, tmp_path / "run", checkpoint_interval=2).to_dict()
-    assert "The run up to step 2 is saved" in spoilt_at(0, 1, settings, 3)
-    assert steps_of(tmp_path / "run") == [2]
-    assert "step-000002 could not be written" in capsys.readouterr().err
+    assert f"The run up to step {step - 1} is saved" in spoilt_at(0, 1, settings, step)
+    assert steps_of(tmp_path / "run") == [step - 1]
+    warning = capsys.readouterr().err
+    assert "step-000002 could not be written ([Errno 28] No space left on device)" in warning
+    assert said in warning
 
 
 @pytest.mark.parametrize(
