@@ -21,6 +21,8 @@ from ladder.doctor.check import (
     run_check,
     run_check_with_torch,
 )
+from ladder.ops import table
+from ladder.parallel import dispatch
 from tests import ROOT
 
 
@@ -294,6 +296,24 @@ def test_environment_lists_what_is_set() -> None:
     assert [check.name for check in checks] == ["NCCL_P2P_DISABLE"]
     assert checks[0].detail.startswith("'1': 1 keeps NCCL off")
     assert [check.name for check in machine.environment_checks({})] == ["environment"]
+
+
+@pytest.mark.parametrize(
+    ("name", "packaged"),
+    [("LADDER_DISPATCH", dispatch.PACKAGED), ("LADDER_OPS_TABLE", table.PACKAGED)],
+)
+def test_a_table_that_commands_cannot_read_fails(name: str, packaged: Path, tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text("[1]")
+    for file, status in ((packaged, "ok"), (tmp_path / "none", "failed"),
+                         (tmp_path / "table.json", "failed")):  # fmt: skip
+        (check,) = machine.environment_checks({name: str(file)})
+        assert (check.name, check.status) == (name, status)
+    assert f"unset {name}" in check.detail
+
+
+def test_the_interpreter_of_triton_is_listed() -> None:
+    (check,) = machine.environment_checks({"TRITON_INTERPRET": "1"})
+    assert "very slow" in check.detail
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "", "-1", "1.5"])

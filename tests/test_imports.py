@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "bench": f"{JOBS} train infer convert eval hf",
     "perf": f"{JOBS} train infer bench",
     "demo": f"{JOBS} train infer convert eval bench",
-    "doctor": "models next_step parallel perf",
+    "doctor": "models next_step ops parallel perf",
     "cli": f"{JOBS} train infer convert eval hf bench perf demo doctor parser",
     "__main__": "cli",
 }

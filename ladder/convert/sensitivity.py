@@ -18,6 +18,7 @@ import torch
 
 from ladder.checkpoint import newest, read_config, trained_length, trained_within_documents
 from ladder.data.prepared import TokenData, check_tokenizer, heldout_order, open_data, text_bytes
+from ladder.data.verify import check_shards
 from ladder.files import check_writable, make_folder, refuse_inside, write_text
 from ladder.infer.cache import reading
 from ladder.infer.load import load_for_inference
@@ -270,6 +271,8 @@ def sensitivity_command(options: argparse.Namespace) -> int:
             check_writable(options.out)
     launch.agree(vars(options))
     data, folder = open_data(options.data), newest(options.model)
+    if launch.rank() == 0:
+        check_shards(data, "heldout")
     config = read_config(folder)
     check_tokenizer(data, folder, f"--data={options.data}", str(options.model))
     if data.vocab_size > config.vocab_size:

@@ -1,12 +1,14 @@
-"""Verification of shards against the checksums in their index, while training reads them.
+"""Verification of shards against the checksums in their index.
 
-A flipped bit gives a valid token, so nothing else would notice it. A thread does the work, since
-terabytes take long: damage to small data is known before training begins, else soon after.
+A flipped bit gives a valid token, so nothing else would notice it. While training reads the shards,
+a thread does the work, since terabytes take long: damage to small data is known before training
+begins, else soon after. Held-out shards, which are small, are checked before they are scored.
 """
 
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import TracebackType
 
 from ladder.data.index import REMEDY
@@ -16,6 +18,28 @@ from ladder.files import checksum
 from ladder.models.errors import UserError
 
 PROMPT = 1.0  # seconds that a run waits for the result before it begins
+
+
+def check_shards(data: TokenData, split: str) -> None:
+    """Compare the shards of a split with their checksums. Raises UserError for a damaged one."""
+    for source in data.sources if isinstance(data, Mix) else (data,):
+        for shard in source.index["splits"].get(split, {"shards": ()})["shards"]:
+            if said := _damage(source.folder / shard["file"], shard["sha256"]):
+                raise UserError(said)
+
+
+def _damage(path: Path, digest: str) -> str:
+    """The error message for a shard that is damaged or cannot be read, or ""."""
+    try:
+        found = checksum(path)
+    except OSError as error:
+        return f"shard {path} cannot be read: {error.strerror}; {REMEDY}"
+    if found != digest:
+        return (
+            f"shard {path} is damaged: its SHA-256 is not the one in the index; copy it again, or "
+            f"{REMEDY}"
+        )
+    return ""
 
 
 class Verification:
@@ -64,16 +88,6 @@ class Verification:
 
     def _compare(self) -> None:
         for path, digest in self.shards:
-            if self._ended.is_set():
+            if self._ended.is_set() or self.failure:
                 return
-            try:
-                found = checksum(path)
-            except OSError as error:
-                self.failure = f"shard {path} cannot be read: {error.strerror}; {REMEDY}"
-                return
-            if found != digest:
-                self.failure = (
-                    f"shard {path} is damaged: its SHA-256 is not the one in the index; copy it "
-                    f"again, or {REMEDY}"
-                )
-                return
+            self.failure = _damage(path, digest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -26,6 +26,11 @@ from ladder.models.errors import UserError
 from ladder.parallel.environment import check_environment, whole_number
 
 THREADS = "OMP_NUM_THREADS"
+# Files that commands read: what each is, and the module whose `read_table` reads it.
+TABLES = {
+    "LADDER_DISPATCH": ("a table of all-reduces", "ladder.parallel.dispatch"),
+    "LADDER_OPS_TABLE": ("a table of operators", "ladder.ops.table"),
+}
 ENVIRONMENT = {
     "NCCL_P2P_DISABLE": "1 keeps NCCL off NVLink and PCIe peer access: slower all-reduces",
     "NCCL_NVLS_ENABLE": "0 keeps NCCL off NVLink multicast",
@@ -34,6 +39,8 @@ ENVIRONMENT = {
     THREADS: "CPU threads of each process; torchrun sets 1",
     "RANK": "the rank of this process, set by torchrun; commands wait for the other ranks",
     "WORLD_SIZE": "the number of ranks, set by torchrun; commands wait for all of them",
+    **{name: f"{what}, before the packaged one" for name, (what, _) in TABLES.items()},
+    "TRITON_INTERPRET": "1 runs Triton's kernels in its interpreter, on CPUs: very slow",
 }
 
 SMI_SECONDS = 10
@@ -292,6 +299,12 @@ def environment_checks(values: Mapping[str, str]) -> list[DoctorCheck]:
     for name, meaning in ENVIRONMENT.items():
         if name not in values:
             continue
+        if name in TABLES and values[name] and importlib.util.find_spec("torch"):
+            try:
+                importlib.import_module(TABLES[name][1]).read_table(Path(values[name]))
+            except UserError as error:
+                found.append(DoctorCheck(name, "failed", one_line(str(error))))
+                continue
         # OpenMP takes a number for each level of nesting.
         if name == THREADS and not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", values[name].strip()):
             meaning = "no number of CPU threads, and so ignored; give 1 or more, or unset it"

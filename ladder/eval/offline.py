@@ -27,6 +27,7 @@ from ladder.data.index import INDEX, holds_chats
 from ladder.data.prepared import open_data
 from ladder.data.sources import name_hash, open_corpus
 from ladder.data.tokenizer import load_tokenizer
+from ladder.data.verify import check_shards
 from ladder.eval.definitions import CHOICES, questions
 from ladder.files import checksum, make_folder, write_text
 from ladder.models.errors import UserError
@@ -128,6 +129,7 @@ def _prepared(folder: Path) -> tuple[Iterator[Document], dict[str, Any]]:
             f"--text={folder} holds conversations, which are no text to score; give text files, or "
             f"a folder that was prepared without --chat-field"
         )
+    check_shards(data, "heldout")
     split = data.split("heldout")
     tokens = split.read(0, min(len(split), READ_TOKENS))
     tokenizer = load_tokenizer(folder)

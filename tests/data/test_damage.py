@@ -15,7 +15,8 @@ from ladder.config import LARGEST, build
 from ladder.data import verify
 from ladder.data.mix import open_sources
 from ladder.data.prepared import open_data
-from ladder.data.verify import Verification
+from ladder.data.verify import Verification, check_shards
+from ladder.eval.offline import build_tasks
 from ladder.models.errors import UserError
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
@@ -151,6 +152,17 @@ def test_every_shard_is_compared_by_one_rank(folder: Path, tmp_path: Path) -> No
     gone = Verification(data)
     gone.start()
     assert f"{path} cannot be read: No such file" in gone.soon()
+
+
+def test_held_out_shards_are_compared_before_they_are_scored(folder: Path, tmp_path: Path) -> None:
+    check_shards(open_data(folder), "heldout")
+    flip(folder / "train-00000.bin")
+    check_shards(open_data(folder), "heldout")
+    flip(folder / "heldout-00000.bin")
+    with pytest.raises(UserError, match=r"heldout-00000\.bin is damaged"):
+        check_shards(open_data(folder), "heldout")
+    with pytest.raises(UserError, match=r"heldout-00000\.bin is damaged"):
+        build_tasks([str(folder)], tmp_path / "tasks", ["local_heldout"])
 
 
 def test_a_flipped_bit_ends_a_run_before_it_begins(corpus: Path, tmp_path: Path) -> None:

@@ -155,6 +155,27 @@ def test_steps_in_int8_of_kernels_that_are_not_kept(
     assert len(scores([file], load("h200x4"), "prefill")) == 1
 
 
+def test_cold_starts_did_not_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cold = {"point": LINE["point"], "machine": LINE["machine"], "cold": {"imports_s": 5.1}}
+    file = tmp_path / "records.jsonl"
+    file.write_text("\n".join(map(json.dumps, (LINE, cold))), encoding="utf-8")
+    assert main(["predict", "validate", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "decode: not scored: 1 of cold starts, which are not predicted" in said
+    assert "failed" not in said
+
+
+def test_records_that_values_are_fitted_to_are_no_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "records.jsonl"
+    file.write_text(json.dumps(changed(LINE, plan="none")), encoding="utf-8")
+    assert main(["predict", "validate", str(file)]) == 0
+    found = capsys.readouterr().out
+    assert "nothing is held out: values are fitted to these; record other plans" in found
+    assert "held out, by" not in found
+
+
 def test_records_that_are_not_scored_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

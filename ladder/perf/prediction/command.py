@@ -91,6 +91,8 @@ def report(phase: str, found: Sequence[Score]) -> list[str]:
         rows.append([named(point), str(gpus), str(point.batch), plan_of(each), way,
                      f"{each.measured:.3f}", f"{each.predicted:.3f}", error])  # fmt: skip
     lines = [f"{phase}\n", aligned(rows), ""]
+    if all(each.calibrated for each in found):
+        return [*lines, "nothing is held out: values are fitted to these; record other plans", ""]
     for title, key in (("model", model_of), ("plan", lambda each: (plan_of(each),))):
         rows = [[f"held out, by {title}", "points", "mean error", "90th percentile", "largest"]]
         for name, (count, mean, high, most) in summary(found, key).items():

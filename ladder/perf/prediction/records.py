@@ -156,7 +156,9 @@ def _ran_inside(record: Mapping[str, Any]) -> bool:
 def _elsewhere(record: Mapping[str, Any], machine: Machine, left_out: Counter[str]) -> bool:
     """Whether a record is of other GPUs, or of a point that failed."""
     gpu = record["machine"].get("gpu") or "GPUs that they do not name"
-    if not record.get("result"):
+    if "cold" in record:
+        left_out["of cold starts, which are not predicted"] += 1
+    elif not record.get("result"):
         left_out["failed when they were measured"] += 1
     elif gpu != machine.gpu:
         left_out[f"on {'CPUs' if gpu == 'none' else gpu}"] += 1
