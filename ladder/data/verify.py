@@ -22,10 +22,20 @@ PROMPT = 1.0  # seconds that a run waits for the result before it begins
 
 def check_shards(data: TokenData, split: str) -> None:
     """Compare the shards of a split with their checksums. Raises UserError for a damaged one."""
-    for source in data.sources if isinstance(data, Mix) else (data,):
-        for shard in source.index["splits"].get(split, {"shards": ()})["shards"]:
-            if said := _damage(source.folder / shard["file"], shard["sha256"]):
-                raise UserError(said)
+    for path, digest in _shards(data, split):
+        if said := _damage(path, digest):
+            raise UserError(said)
+
+
+def _shards(data: TokenData, split: str = "") -> list[tuple[Path, str]]:
+    """The shards of a split, or of all, with their checksums."""
+    return [
+        (source.folder / shard["file"], shard["sha256"])
+        for source in (data.sources if isinstance(data, Mix) else (data,))
+        for name, record in source.index["splits"].items()
+        if split in ("", name)
+        for shard in record["shards"]
+    ]
 
 
 def _damage(path: Path, digest: str) -> str:
@@ -49,14 +59,7 @@ class Verification:
     """
 
     def __init__(self, data: TokenData, rank: int = 0, ranks: int = 1) -> None:
-        sources = data.sources if isinstance(data, Mix) else (data,)
-        shards = [
-            (source.folder / shard["file"], shard["sha256"])
-            for source in sources
-            for record in source.index["splits"].values()
-            for shard in record["shards"]
-        ]
-        self.shards = shards[rank::ranks]
+        self.shards = _shards(data)[rank::ranks]
         self.failure = ""  # the error message for the first damaged shard
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._compare, name="shards", daemon=True)

@@ -18,6 +18,7 @@ from ladder.infer.fused import fuse_refusal
 from ladder.infer.lines import line_name, write_completions
 from ladder.infer.load import load_for_inference, load_model_tokenizer
 from ladder.infer.options import check
+from ladder.infer.prompts import check_room
 from ladder.infer.text import TokenPrinter, before_stop, continuation, read_stops, stopper
 from ladder.models.errors import UserError
 from ladder.models.quantised import held_as
@@ -129,11 +130,7 @@ def _encoded(
             prompt = _chat_prompt(template, tokenizer, text, what)
         if not prompt:
             raise UserError(f"{what}={text!r} has no tokens; give some text")
-        if len(prompt) >= context:
-            raise UserError(
-                f"{what} has {len(prompt)} tokens and the model's context is "
-                f"max_seq_len={context}; shorten it to {context - 1} or fewer"
-            )
+        check_room(what, len(prompt), context)
         prompts.append(prompt)
     return prompts
 

@@ -7,8 +7,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from ladder.infer.settings import is_whole
-from ladder.models.errors import UserError, kind_of
+from ladder.models.errors import UserError, is_whole, kind_of
 
 # (length, multiple): prompts of up to this length are padded to this multiple, the graph's width
 STEPS = ((64, 16), (512, 64), (4096, 256), (math.inf, 1024))
@@ -18,6 +17,15 @@ def padded_width(longest: int) -> int:
     """The width, which is the graph's, to which prompts of up to `longest` tokens are padded."""
     step = next(step for limit, step in STEPS if longest <= limit)
     return math.ceil(longest / step) * step
+
+
+def check_room(what: str, tokens: int, context: int) -> None:
+    """Raise UserError unless a prompt leaves room in the context for one more token."""
+    if tokens >= context:
+        raise UserError(
+            f"{what} has {tokens} tokens and the model's context is max_seq_len={context}; "
+            f"shorten it to {context - 1} or fewer"
+        )
 
 
 def token_ids(i: int, prompt: Any, context: int, vocab_size: int) -> list[int]:
@@ -41,11 +49,7 @@ def token_ids(i: int, prompt: Any, context: int, vocab_size: int) -> list[int]:
     found = [operator.index(each) for each in found]
     if not found:
         raise UserError(f"prompt {i} is empty; give at least one token")
-    if len(found) >= context:
-        raise UserError(
-            f"prompt {i} has {len(found)} tokens and the model's context is "
-            f"max_seq_len={context}; shorten it to {context - 1} or fewer"
-        )
+    check_room(f"prompt {i}", len(found), context)
     if not all(0 <= token < vocab_size for token in found):
         raise UserError(
             f"prompt {i} has a token outside vocab_size={vocab_size}; is it another model's "

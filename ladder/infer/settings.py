@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from numbers import Real
 
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, is_whole
 
 COLDEST = 1e-5  # below this, logits divided by the temperature may overflow
 
@@ -72,14 +72,3 @@ def check_ids(name: str, value: object) -> None:
     """Raise UserError unless it is a collection of whole numbers, as of token ids."""
     if not isinstance(value, Collection) or not all(map(is_whole, value)):
         raise UserError(f"{name}={value!r} must be token ids; give a list of integers")
-
-
-def is_whole(value: object) -> bool:
-    """Whether it is an integer, of Python, NumPy or torch."""
-    if isinstance(value, bool):
-        return False
-    try:
-        operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    return True

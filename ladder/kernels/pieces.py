@@ -26,6 +26,9 @@ from ladder.kernels.eight_bits import power, to_e4m3
 LOWS = {torch.float8_e4m3fn: 16.0, torch.int8: 254.0}  # see `Pieces`
 LARGEST = 127.0  # of int8
 LEAST = 2.0**-100  # of int8: a row whose largest element is smaller is as good as zero
+_E4M3_LOW, _INT8_LOW, _LARGEST, _LEAST = (
+    value if tl is None else tl.constexpr(value) for value in (*LOWS.values(), LARGEST, LEAST)
+)
 MOST_COLUMNS = 2**17  # of a product whose sums of int8 are below 2^31
 
 
@@ -100,8 +103,8 @@ def row_factor(top, factor, KIND: tl.constexpr):
     """Store a row's factor, by its `largest`; returns the factor on its elements for `split`."""
     finite = top < 0x7F800000
     if KIND == tl.int8:  # noqa: SIM300  (KIND is a constexpr)
-        most = tl.maximum(top.to(tl.float32, bitcast=True), 2.0**-100)  # LEAST
-        own, shrink = tl.div_rn(most, 127.0), tl.div_rn(127.0, most)  # LARGEST
+        most = tl.maximum(top.to(tl.float32, bitcast=True), _LEAST)
+        own, shrink = tl.div_rn(most, _LARGEST), tl.div_rn(_LARGEST, most)
     else:
         exponent = tl.maximum(top >> 23, 8)
         own, shrink = power(exponent - 7), power(261 - exponent)
@@ -113,7 +116,7 @@ def row_factor(top, factor, KIND: tl.constexpr):
 @no_type_check
 def low_factor(KIND: tl.constexpr):
     """LOWS, by a Triton type."""
-    return 254.0 if KIND == tl.int8 else 16.0  # noqa: SIM300  (KIND is a constexpr)
+    return _INT8_LOW if KIND == tl.int8 else _E4M3_LOW  # noqa: SIM300  (KIND is a constexpr)
 
 
 @jit

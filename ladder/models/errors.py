@@ -1,8 +1,8 @@
 """UserError, the one-line error for a user's mistake, and helpers for its messages."""
 
 import difflib
+import operator
 from collections.abc import Collection, Iterable
-from numbers import Integral
 from typing import Any
 
 
@@ -59,8 +59,14 @@ def nearest(name: object, choices: Iterable[str]) -> str:
 
 
 def is_whole(value: object) -> bool:
-    """Whether `value` is a whole number, of numpy too; truth values are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    """Whether it is an integer, of Python, NumPy or torch; truth values are none."""
+    if isinstance(value, bool):
+        return False
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
 
 
 def is_plain_name(value: object) -> bool:

@@ -42,7 +42,6 @@ RANK = ("quarter-8b", 1)  # a model and GPUs: it computes what a rank of that mo
 PAIR, PAIR_WEIGHTS = ("half-8b", 2), "fp8-block"  # another such; calibrates only this
 MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms", "train": "step_ms"}
 Point = TypeVar("Point")
-CONVERTED = "of several sequences in int8, by kernels that are not kept"
 TP_DEGREE = 4  # T of recorded training steps of plans that depend on it, the default of bench train
 
 
@@ -138,8 +137,9 @@ def inference_runs(
         reason = _inference_refusal(point, phase, degrees, not without_peers(machine))
         if point.cache == "fp8" and not reason:
             reason = _cache_refusal(about, machine)
-        if phase == "decode" and point.weights == "int8" and point.batch > 1 and not reason:
-            reason = CONVERTED if converts_int8(about) else ""
+        several = phase == "decode" and point.weights == "int8" and point.batch > 1
+        if several and converts_int8(about) and not reason:
+            reason = "of several sequences in int8, by kernels that are not kept"
         if reason:
             left_out[reason] += 1
         else:
