@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ladder.kernels import decode_shapes
 from ladder.kernels.decode_shapes import Cut
-from ladder.models.eight_bits import BY_ROWS
+from ladder.models.eight_bits import BLOCK
 
 
 class Product(NamedTuple):
@@ -32,18 +32,20 @@ class Way(NamedTuple):
 
 def in_pieces(rows: int, product: Product) -> bool:
     """Whether a step multiplies this weight by pieces of its input (`ladder.kernels.pieces`)."""
-    return product.normed and product.weights in BY_ROWS and decode_shapes.by_pieces(rows)
+    return product.normed and product.weights != "bf16" and decode_shapes.by_pieces(rows)
 
 
 def in_half(rows: int, product: Product) -> bool:
     """Whether a step multiplies this weight by an input in float16 (`ladder.infer.halves`)."""
-    return not product.normed and product.weights in BY_ROWS and decode_shapes.by_halves(rows)
+    in_8_bits = product.weights != "bf16"
+    return not product.normed and in_8_bits and decode_shapes.by_halves(rows)
 
 
 def today(rows: int, product: Product) -> Cut:
     return decode_shapes.blocks(
         rows, product.outputs, product.inputs, product.gated, 2, product.weights != "bf16",
         in_pieces(rows, product), in_half(rows, product),
+        scaled=BLOCK if product.weights == "fp8-block" else 0,
     )  # fmt: skip
 
 

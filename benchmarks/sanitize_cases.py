@@ -35,7 +35,6 @@ from ladder.kernels.limits import CHUNK
 from ladder.kernels.pieces import LOWS
 from ladder.kernels.slots import SlotArrivals, land_slots, sum_slots, sum_slots_reference
 from ladder.models import Reducer
-from ladder.models.eight_bits import BY_ROWS
 from ladder.models.quantised import quantise
 from ladder.models.storage import QUANTISED
 from ladder.ops.bags import pool
@@ -200,7 +199,7 @@ def in_pieces(dtype: torch.dtype) -> Pairs:
     """Landings that make pieces, and products that read them."""
     if dtype != torch.bfloat16:
         return
-    for kind, rows in product(BY_ROWS, (2, 9, 33)):
+    for kind, rows in product(QUANTISED, (2, 9, 33)):
         for outputs, size in ((7, 200), (66, 1304), (2050, 2112), (8450, 256)):
             x, weights = random(dtype, rows, size), random(torch.float32, 2, outputs, size)
             (gate, one), (up, other) = (quantise(each / size**0.5, kind, "w") for each in weights)

@@ -305,11 +305,10 @@ def _refuse(shape: torch.Size) -> PassFactory:
 
 def _pieces_of(matrix: ParallelLinear, weight: Tensor) -> torch.dtype | None:
     """The dtype of the pieces of inputs by which decode steps multiply weights in 8 bits; None: by
-    the inputs. Pieces need bfloat16, a scale for each row and, on a GPU, Hopper, for whose tensor
-    cores products of pieces are cut."""
+    the inputs. Pieces need bfloat16 and, on a GPU, Hopper, for whose tensor cores products of
+    pieces are cut."""
     hopper = not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] == 9
-    stored = matrix.scales is not None and matrix.scales.dim() == 1
-    fits = hopper and stored and weight.dtype == torch.bfloat16
+    fits = hopper and matrix.scales is not None and weight.dtype == torch.bfloat16
     return local(matrix.weight).dtype if fits else None
 
 

@@ -5,9 +5,9 @@ of int8 with three, and with four. float16 holds nothing beyond 65504, but both 
 by Cauchy and Schwarz: no normed input of D elements is longer than sqrt(D), so no element of its
 product is beyond sqrt(D) times the length of the weight's row. (The row is multiplied by the norm's
 weight where that is not folded into the matrix.) The inputs are scaled by a power of two that
-follows from this bound. The weights' scales, one for each row, absorb the factor, so no kernel
-multiplies by it. Only rounding changes: elements above 2^-31 of the bound lose no more than in
-bfloat16. With an fp8 cache, values below its least scale change, too.
+follows from this bound. The weights' scales absorb the factor, so no kernel multiplies by it. Only
+rounding changes: elements above 2^-31 of the bound lose no more than in bfloat16. With an fp8
+cache, values below its least scale change, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from ladder.models.storage import pieces
+from ladder.models.storage import pieces, widened
 from ladder.parallel.matrix import Matrix
 
 MOST = 2.0**15  # half of what float16 holds: the rest is for rounding
@@ -52,10 +52,15 @@ def halve_attention(
 
 def _lengths(matrix: Matrix, gain: Tensor) -> Tensor:
     """The lengths of the rows of a matrix in 8 bits, times `gain`: [N] float32."""
-    assert matrix.scales is not None
-    rows = matrix.weight
-    squares = [(rows[some].float() * gain).square().sum(1) for some in pieces(*rows.shape)]
-    return torch.cat(squares).sqrt() * matrix.scales
+    scales, (count, columns) = matrix.scales, matrix.weight.shape
+    assert scales is not None
+    lengths = []
+    for some in pieces(count, columns):
+        rows, by = matrix.weight[some].float() * gain, widened(scales[some], columns)
+        # Squares of a row's stored values fit in float32, whatever its scale is.
+        top = by.amax(1, keepdim=True)
+        lengths.append((rows * (by / top)).square().sum(1).sqrt() * top[:, 0])
+    return torch.cat(lengths)
 
 
 def _exponent(bound: Tensor) -> int:
@@ -70,6 +75,15 @@ def _scale(source: Matrix, rows: slice, target: Matrix, exponent: int) -> None:
     """Scale `rows` of the output of `source` by 2^exponent, and undo that in `target`'s product."""
     assert source.scales is not None
     assert target.scales is not None
-    source.scales, target.scales = source.scales.clone(), target.scales * 2.0**-exponent
-    source.scales[rows] *= 2.0**exponent
+    source.scales = source.scales.clone()
+    source.scales[rows] = _shifted(source.scales[rows], exponent)
+    target.scales = _shifted(target.scales, -exponent)
     target.gives = torch.bfloat16
+
+
+def _shifted(scales: Tensor, exponent: int) -> Tensor:
+    """scales * 2^exponent, as they are stored."""
+    if scales.dtype != torch.uint8:
+        return scales * 2.0**exponent
+    # Exponents. Of those at the lower end the values are too small to show in any result.
+    return (scales.int() + exponent).clamp(1, 254).to(torch.uint8)

@@ -101,7 +101,7 @@ def _project_kernel(
         _tile_of_pieces(program, x, weight, up, scales, up_scales, pieces, factors, out, squares,
                         add, factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CHUNKS,
                         CP, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY, STAGES, KIND, GIVES, WAITS,
-                        EARLY, AHEAD, ROWS, PARTS, ALIGN)  # fmt: skip
+                        BLOCK, EARLY, AHEAD, ROWS, PARTS, ALIGN)  # fmt: skip
     else:
         _tile(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
               start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNKS,
@@ -129,7 +129,7 @@ def project(
 
     up: the result is silu(x weight^T) * (x up^T). squares: x is a residual before its norm (of
     weight 1), and these are the sums of squares from its landing. pieces: those of x, which
-    multiply a weight of their dtype with a scale for each row if `decode_shapes.by_pieces`. add:
+    multiply a weight of their dtype if `decode_shapes.by_pieces`. add:
     [M, N], added with `factor` to the pushed result (without `push`, to the returned one). push:
     the slots on every rank to which the result is written. keep: also return it, without `add`.
     scales: of weights that are stored in 8 bits (ladder.models.quantised). They are read as stored,
@@ -167,20 +167,17 @@ def project(
         return y.to(gives) if out is None else out.copy_(y)
     blocked = scales is not None and scales[0].dim() == 2
     if pieces is not None and (
-        weight.dtype != pieces.values.dtype or blocked or not decode_shapes.by_pieces(rows)
+        weight.dtype != pieces.values.dtype or not decode_shapes.by_pieces(rows)
         or size > MOST_COLUMNS
     ):  # fmt: skip
         pieces = None
     padded, block, step, warps, stages, parts, swapped = decode_shapes.blocks(
         rows, outputs, size, up is not None, x.itemsize, scales is not None, pieces is not None,
-        scales is not None and x.dtype == torch.float16 and not blocked,
-        beside,
+        scales is not None and x.dtype == torch.float16, beside, scaled=BLOCK if blocked else 0,
     )  # fmt: skip
+    if blocked and stages:
+        assert step in (BLOCK * parts, BLOCK * parts * (2 if pieces else 1)), (step, parts)
     own = decode_shapes.rows_each(outputs, block, up is not None) if stages else block
-    if stages and blocked:  # a part is a block; about the same bytes in flight
-        if padded > 32 or x.itemsize == 4:  # steps of several blocks do not fit
-            parts = 1
-        step, stages = BLOCK * parts, stages * step // (BLOCK * parts)
     if stages:
         column = padded * x.itemsize + block * (1 if up is None else 2) * weight.itemsize
         stages = stages_that_fit(stages, column * step, x.device)

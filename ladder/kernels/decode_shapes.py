@@ -72,29 +72,60 @@ def power_of_2(rows: int) -> int:
 
 
 def by_pieces(rows: int) -> bool:
-    """Whether a product of so many rows with a weight in e4m3 or int8 takes its input in pieces.
-    With pieces of e4m3, a step of one sequence took 6 % longer."""
+    """Whether a product of so many rows with a weight in 8 bits takes its input in pieces. With
+    pieces of e4m3, a step of one sequence took 6 % longer."""
     return rows > 1
 
 
 def by_halves(rows: int) -> bool:
-    """Whether products of so many rows with a weight in e4m3 or int8 take inputs without pieces in
+    """Whether products of so many rows with a weight in 8 bits take inputs without pieces in
     float16, the outputs of attention and SwiGLU (`ladder.infer.halves`). Not measured: one row."""
     return 1 < rows <= MAX_ROWS
 
 
 def blocks(
     rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool = False,
-    pieces: bool = False, half: bool = False, beside: bool = False,
+    pieces: bool = False, half: bool = False, beside: bool = False, scaled: int = 0,
 ) -> Cut:  # fmt: skip
     """The cut of a product of x [rows, size] and a weight [outputs, size], or two if `gated`.
 
     itemsize: bytes of an element of x. eight_bits: the weight is stored in 8 bits. pieces: x is
-    also given in pieces (`ladder.kernels.pieces`). half: x is in float16, and the weight in 8 bits
-    with a scale for each row. beside: other kernels run at the same time.
+    also given in pieces (`ladder.kernels.pieces`). half: x is in float16, and the weight in 8 bits.
+    beside: other kernels run at the same time. scaled: the columns that share a scale; 0: a row's.
 
     Chosen by measurements of chains and whole steps on an H200 (benchmarks/results/README.md).
     """
+    found = _by_rows(rows, outputs, size, gated, itemsize, eight_bits, pieces, half, beside)
+    if not (scaled and found.stages):
+        return found
+    return _with_scales(found, outputs, size, gated, itemsize, pieces, half, scaled)
+
+
+def _with_scales(
+    found: Cut, outputs: int, size: int, gated: bool, itemsize: int, pieces: bool, half: bool,
+    scaled: int,
+) -> Cut:  # fmt: skip
+    """`found`, in steps whose parts have one scale each; of pieces, one or two."""
+    few, short, padded = outputs < FEW, size <= 1024, found.padded
+    if pieces and padded <= 32:
+        if gated:
+            return Cut(padded, 32, 2 * scaled, 4, 4 if padded == 32 else 5)
+        return Cut(padded, 32, 4 * scaled, 4, 4, 2) if few else found
+    if half and padded == 16 and not (few or gated or outputs >= MANY):
+        return Cut(padded, 32, 4 * scaled, 4, 3 if short else 4, 4)
+    # Steps of several parts do not fit where rows or their elements are many.
+    parts = 1 if padded > 32 or itemsize == 4 else found.parts
+    stages = found.stages * found.step // (scaled * parts)  # as many bytes are in flight
+    if half and short and padded == 32 and found.swapped:
+        stages = 5
+    return found._replace(step=scaled * parts, parts=parts, stages=stages)
+
+
+def _by_rows(
+    rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool,
+    pieces: bool, half: bool, beside: bool,
+) -> Cut:  # fmt: skip
+    """`blocks` of weights without scales, or with one for each row."""
     # Few outputs: smaller blocks or longer steps.
     few, short = outputs < FEW, gated or size <= 1024
     many = outputs >= MANY and not gated

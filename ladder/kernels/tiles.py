@@ -13,10 +13,22 @@ from ladder.kernels.pieces import low_factor
 @jit
 @no_type_check
 def _block_scales(scales, rows, block, inside, blocks: tl.constexpr):
-    """The scales of a block of each row. rows: where each row's `blocks` scales begin. Only their
-    exponents are stored."""
-    exponents = tl.load(scales + rows + block, mask=inside & (block < blocks), other=127)
-    return power(exponents.to(tl.int32))
+    """The scales of a block of each row, as they are stored: exponents, for `power`. rows: where
+    each row's `blocks` scales begin."""
+    return tl.load(scales + rows + block, mask=inside & (block < blocks), other=127)
+
+
+@jit
+@no_type_check
+def _step_scales(
+    scales, rows, first, inside, blocks: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """`_block_scales` of COUNT blocks from `first` on: one or two."""
+    one = _block_scales(scales, rows, first, inside, blocks)
+    other = one
+    if COUNT == 2:
+        other = _block_scales(scales, rows, first + 1, inside, blocks)
+    return one, other
 
 
 @jit
@@ -147,8 +159,8 @@ def _tile(
         parts = tl.load(squares + m * CHUNKS + c, mask=(m < M) & (c < CHUNKS), other=0)
     # e4m3 becomes float16 by one instruction, bfloat16 by four. So a row whose norm is known is
     # scaled into float16 by a power of two: no element is beyond the norm, at most 2^15, and what
-    # small ones lose is at most 2^-38 of it. (In fused models this is for weights with scales for
-    # blocks: others take x in pieces.)
+    # small ones lose is at most 2^-38 of it. (Fused models multiply so on GPUs other than Hopper;
+    # there, they take x in pieces.)
     E4M3: tl.constexpr = weight.dtype.element_ty == tl.float8e4nv
     HALF: tl.constexpr = NORM & (PARTS > 1) & E4M3 & (x.dtype.element_ty == tl.bfloat16)
     if HALF:
@@ -175,7 +187,7 @@ def _tile(
         if BLOCK == 0:
             total = product
         else:  # a part of a step is a block
-            total += product * scale
+            total += product * power(scale.to(tl.int32))
             block = (step + 1) * PARTS + part
             scale = _block_scales(scales, scale_rows, block, scaled < end, blocks)
     if PARTS > 1:
@@ -207,8 +219,9 @@ def _tile_of_pieces(
     GATED: tl.constexpr, NORM: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
     ADD: tl.constexpr, STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr,
     WORLD: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, GIVES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr,
+    KIND: tl.constexpr, GIVES: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
     """As `_tile`, for x that is given in pieces (ladder.kernels.pieces) of the weight's type.
 
@@ -218,9 +231,10 @@ def _tile_of_pieces(
     """
     TILE: tl.constexpr = 2 * BN if GATED else BN
     WIDTH: tl.constexpr = BK // PARTS
+    TURN: tl.constexpr = BLOCK if BLOCK > 0 else WIDTH  # columns that are multiplied at once
     m, n = tl.arange(0, MP)[:, None], program * ROWS + tl.arange(0, BN)[None, :]
     end = tl.minimum(N, (program + 1) * ROWS)
-    columns = tl.arange(0, WIDTH)[None, :]
+    columns = tl.arange(0, TURN)[None, :]
     j = tl.arange(0, PARTS * TILE)[:, None]
     n_w, columns_w = program * ROWS + j % BN, j // TILE * WIDTH + columns
     rows_w = n_w.to(tl.int64) * K
@@ -230,8 +244,16 @@ def _tile_of_pieces(
     i = tl.arange(0, 2 * PARTS * MP)[:, None]
     m_x, columns_x = i % MP, i // MP % PARTS * WIDTH + columns
     rows_x = (i // (PARTS * MP) * M + m_x) * K
+    if BLOCK > 0:  # as in `_tile`
+        blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
+        scale_rows = n_w.to(tl.int64) * blocks
+        if GATED:
+            scale_rows += tl.where(j % TILE < BN, 0, up_scales.to(tl.int64) - scales.to(tl.int64))
+        first = j // TILE * (WIDTH // TURN)  # each row's first block of a step
+        exponents = _step_scales(scales, scale_rows, first, n_w < end, blocks, WIDTH // TURN)
+    SCALED: tl.constexpr = BLOCK == 0
     if AHEAD:
-        own, of_up = _row_scales(scales, up_scales, n, end, GATED, True)
+        own, of_up = _row_scales(scales, up_scales, n, end, GATED, SCALED)
         targets = _targets(buffers, PUSH, WORLD, 0, BITS)
     if PDL:
         _bring_first(program, weight, up, N, K, BN, ROWS, EARLY * BK, GATED)
@@ -243,17 +265,24 @@ def _tile_of_pieces(
     SUM: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
     total = tl.zeros([PARTS * TILE, 2 * PARTS * MP], SUM)
     for step in tl.range(0, (K + BK - 1) // BK, num_stages=STAGES):
-        at = step * BK + columns_x
-        there = ((at < K) | (K % BK == 0)) & ((m_x < M) | (M == MP))
-        a = tl.load(pieces + rows_x + at, mask=there, other=0.0)
-        at = step * BK + columns_w
-        there = ((at < K) | (K % BK == 0)) & (n_w < end)
-        w = tl.load(weight + rows_w + at, mask=there, other=0.0)
-        # Of e4m3, tensor cores keep 14 bits of a sum and cut the rest: here, of no more than a
-        # step.
-        total = tl.dot(
-            w.to(KIND), tl.trans(a.to(KIND)), total, max_num_imprecise_acc=WIDTH, out_dtype=SUM
-        )
+        for turn in tl.static_range(WIDTH // TURN):
+            at = step * BK + turn * TURN + columns_x
+            there = ((at < K) | (K % BK == 0)) & ((m_x < M) | (M == MP))
+            a = tl.load(pieces + rows_x + at, mask=there, other=0.0)
+            at = step * BK + turn * TURN + columns_w
+            there = ((at < K) | (K % BK == 0)) & (n_w < end)
+            w = tl.load(weight + rows_w + at, mask=there, other=0.0)
+            # Of e4m3, tensor cores keep 14 bits of a sum and cut the rest: here, of no more than a
+            # turn.
+            if BLOCK == 0:
+                total = tl.dot(w.to(KIND), tl.trans(a.to(KIND)), total,
+                               max_num_imprecise_acc=WIDTH, out_dtype=SUM)  # fmt: skip
+            else:
+                product = tl.dot(w.to(KIND), tl.trans(a.to(KIND)), out_dtype=SUM)
+                total += product * power(exponents[turn].to(tl.int32))
+        if BLOCK > 0:
+            first += PARTS * (WIDTH // TURN)
+            exponents = _step_scales(scales, scale_rows, first, n_w < end, blocks, WIDTH // TURN)
     total = tl.reshape(total.to(tl.float32), [PARTS, TILE, 2, PARTS, MP])
     one = tl.arange(0, PARTS)
     same = one[:, None, None, None, None] == one[None, None, None, :, None]
@@ -266,8 +295,8 @@ def _tile_of_pieces(
     if NORM:
         norm *= tl.rsqrt(tl.sum(parts, 1, keep_dims=True) / K + eps)
     if not AHEAD:
-        own, of_up = _row_scales(scales, up_scales, n, end, GATED, True)
+        own, of_up = _row_scales(scales, up_scales, n, end, GATED, SCALED)
         targets = _targets(buffers, PUSH, WORLD, 0, BITS)
-    y = _scaled(total, total_up, own, of_up, norm, GATED, True, True)
+    y = _scaled(total, total_up, own, of_up, norm, GATED, True, SCALED)
     _finish(y, m, n, (m < M) & (n < end), out, add, factor, targets, start, N, M,
             GIVES, ADD, STORE, PUSH, RANK, WORLD, 0, BITS, EMPTY)  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import no_type_check
 
 from ladder.jit import gdc_wait, jit, tl
-from ladder.kernels.eight_bits import widened
+from ladder.kernels.eight_bits import power, widened
 from ladder.kernels.landing import _finish, _targets
 from ladder.kernels.tiles import _block_scales
 
@@ -61,12 +61,12 @@ def _product(
         a = tl.load(x + m * K + at, mask=fits & ((m < M) | (M == MP)), other=0).to(tl.float32)
         part = tl.sum(tl.reshape(a * widened(w, tl.float32), [MP, BN, BK // 8, 8]), 3)
         if BLOCK > 0:
-            part *= scale_w
+            part *= power(scale_w.to(tl.int32))
         total += part
         if GATED:
             part = tl.sum(tl.reshape(a * widened(u, tl.float32), [MP, BN, BK // 8, 8]), 3)
             if BLOCK > 0:
-                part *= scale_u
+                part *= power(scale_u.to(tl.int32))
             total_up += part
     y = tl.sum(total, 2, keep_dims=True)
     inside = (m < M) & (n < N)

@@ -3,4 +3,3 @@
 BLOCK = 128  # columns that share a scale in `fp8-block`
 SCALE_BYTES = {"fp8": 4, "fp8-block": 1, "int8": 4}  # of one scale, as it is stored
 EIGHT_BITS = tuple(SCALE_BYTES)
-BY_ROWS = ("fp8", "int8")  # with a scale for each row of a matrix

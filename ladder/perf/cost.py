@@ -27,7 +27,6 @@ from ladder.costs import (
 from ladder.kernels.decode_shapes import FEW, MAX_VECTOR_ROWS, blocks, by_pieces, rows_each
 from ladder.kernels.limits import FEW_BLOCKS, FEW_HEADS, FEW_PROGRAMS, MAX_ROWS
 from ladder.models.config import ModelConfig
-from ladder.models.eight_bits import BY_ROWS
 from ladder.models.errors import UserError, unknown
 from ladder.models.plan import Plan
 from ladder.perf.graph import COMM, LINKS, Graph, Operation
@@ -119,7 +118,7 @@ class DecodeCost:
         self.waits: dict[int, float] = {}  # microseconds for which a blocking sum waits for ranks
         # Whether products run on tensor cores. In 8 bits most of two rows do, too.
         self.tiles = batch > (1 if self.in_8_bits else MAX_VECTOR_ROWS)
-        self.lands_pieces = weights in BY_ROWS and by_pieces(batch)
+        self.lands_pieces = self.in_8_bits and by_pieces(batch)
         self.both = self._both()
         self.few = kernels.wide and self.heads <= FEW_HEADS and context <= 64 * FEW_BLOCKS
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
@@ -349,10 +348,9 @@ class DecodeCost:
         outputs, inputs, gated = self.matrix(part)
         if not self.tiles or outputs < FEW or not rows_measured(self.machine):
             return 1.0
-        by_rows = self.in_8_bits and self.stored in BY_ROWS
         half = part in ("output", "down")
         block = blocks(self.rows, outputs, inputs, gated, BF16, self.in_8_bits,
-                       by_rows and not half, by_rows and half).block  # fmt: skip
+                       self.in_8_bits and not half, self.in_8_bits and half).block  # fmt: skip
         even = -(-outputs // rows_each(outputs, block, gated)) / MULTIPROCESSORS
         return max(1.0, math.ceil(even) / even / MOST_OF_SHARE)
 

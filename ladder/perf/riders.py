@@ -18,7 +18,6 @@ from ladder.kernels.decode_shapes import (
     rows_each,
 )
 from ladder.kernels.limits import CHUNK
-from ladder.models.eight_bits import BY_ROWS
 from ladder.parallel.chains import MOST_BRANCHED
 from ladder.perf.graph import Graph, Operation
 
@@ -122,7 +121,7 @@ def cut(
 ) -> Cut:  # fmt: skip
     """How a product is cut into tiles; the arguments are as for `room`."""
     narrow, short = stored != "bf16", inputs <= 1024
-    half = kernels.long and stored in BY_ROWS and by_halves(rows) and not pieces
+    half = kernels.long and narrow and by_halves(rows) and not pieces
     found = blocks(rows, outputs, inputs, gated, BF16, narrow, pieces, half)
     if kernels.long or not 2 < rows <= 16 or gated or pieces:
         return found

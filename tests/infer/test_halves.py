@@ -15,7 +15,7 @@ from ladder.infer.engine import Engine
 from ladder.infer.halves import MOST, halve_attention, halve_swiglu
 from ladder.models.layers import RMSNorm
 from ladder.models.quantised import quantise, quantise_model
-from ladder.models.storage import dequantise
+from ladder.models.storage import QUANTISED, dequantise
 from ladder.parallel.matrix import Matrix
 from ladder.parallel.sharding import shard_model
 from tests.kernels.support import (
@@ -24,7 +24,7 @@ from tests.kernels.support import (
 )
 from tests.samples import full_model, small_config
 
-D = 96
+D = 160  # a block, and a part of one
 
 
 def stored(
@@ -45,7 +45,7 @@ def gain_of(kept: bool) -> Tensor:
     return 4.0 ** torch.randint(-3, 4, (D,)) if kept else torch.ones(D)
 
 
-@pytest.mark.parametrize("weights", ["fp8", "int8"])
+@pytest.mark.parametrize("weights", [*QUANTISED])
 @pytest.mark.parametrize(("scale", "kept"), [(1e-4, False), (1.0, True), (1e4, False)])
 def test_swiglu_of_any_normed_input_fits_and_down_undoes_it(
     scale: float, kept: bool, weights: str
@@ -75,10 +75,12 @@ def test_swiglu_of_any_normed_input_fits_and_down_undoes_it(
     assert (y - exact).norm() < 0.02 * exact.norm()
 
 
+@pytest.mark.parametrize("weights", ["fp8", "fp8-block"])
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-def test_values_fit_and_the_output_undoes_it(biased: bool, kept: bool) -> None:
-    qkv, output = stored(3 * 16, D, 100.0), stored(24, 16, 0.1)
+def test_values_fit_and_the_output_undoes_it(biased: bool, kept: bool, weights: str) -> None:
+    qkv = stored(3 * 16, D, 100.0, weights=weights)
+    output = stored(24, 16, 0.1, weights=weights)
     bias = torch.randn(3 * 16) * 1e6 if biased else None
     exact = F.linear(values(qkv), torch.eye(D).double())[-16:]
     before, rest = values(output), values(qkv)[:-16]
@@ -104,7 +106,7 @@ def test_what_has_no_bound_is_not_scaled(broken: float) -> None:
     assert torch.equal(values(down), before)
 
 
-@pytest.mark.parametrize("weights", ["fp8", "int8"])
+@pytest.mark.parametrize("weights", [*QUANTISED])
 @pytest.mark.parametrize("device", [on("cpu"), on("cuda")])
 @pytest.mark.parametrize(
     ("name", "rows", "cached"),
@@ -115,7 +117,10 @@ def test_engines_lose_nothing(name: str, rows: int, cached: str, device: str, we
     """The logits of a step of several sequences, in bfloat16 with and without inputs in float16,
     beside those of the same weights in float32."""
     ranks = 2 if name == "desync-3x" else 1  # virtual ones
-    config = small_config(name, ranks, ranks > 1, qkv_bias=True, intermediate_size=320)
+    sizes = {"intermediate_size": 320}
+    if ranks > 1 and weights == "fp8-block":  # whole blocks
+        sizes = {"intermediate_size": 512, "head_dim": 64}
+    config = small_config(name, ranks, ranks > 1, qkv_bias=True, **sizes)
     logits: dict[str, Tensor] = {}
     for way in ("exact", "without", "with"):
         kind = torch.float32 if way == "exact" else torch.bfloat16

@@ -125,8 +125,8 @@ def launches() -> list[tuple[str, Any, tuple, dict[str, Any]]]:
             kernels.project(h, weight, push=target, keep=False, fixed=False)
             case, parts = f"{rows} rows, of a norm", torch.zeros(rows, SIZE // CHUNK)
             kernels.project(x, weight.view(-1, SIZE), squares=parts, eps=1e-5)
-            case, blocks = f"{rows} rows, cut as 8 bits", decode_shapes.blocks
-            with mock.patch.object(decode_shapes, "blocks", lambda *a, b=blocks: b(*a[:5], True)):
+            case, cut = f"{rows} rows, cut as 8 bits", decode_shapes.blocks
+            with mock.patch.object(decode_shapes, "blocks", lambda *a, b=cut, **_: b(*a[:5], True)):
                 kernels.project(h, weight, push=target, keep=False)
             for kind, dtype in QUANTISED.items():
                 case = f"{rows} rows, {kind}"

@@ -23,7 +23,7 @@ BLOCKS = decode_shapes.blocks
 
 
 def cut_of_8_bits(
-    rows: int, outputs: int, size: int, gated: bool, itemsize: int, *_: bool
+    rows: int, outputs: int, size: int, gated: bool, itemsize: int, *_: bool, **__: int
 ) -> decode_shapes.Cut:
     return BLOCKS(rows, outputs, size, gated, itemsize, eight_bits=True)
 
@@ -175,19 +175,23 @@ def test_a_push_is_what_is_returned(device: str, rows: int, kind: str) -> None:
         *(on("cuda", 16, *s) for s in ((8192, 1056), (4096, 1024))),
     ],
 )
-def test_inputs_in_float16_and_results(device: str, rows: int, n: int, k: int) -> None:
+@pytest.mark.parametrize("weights", ["fp8", "fp8-block"])
+def test_inputs_in_float16_and_results(
+    device: str, rows: int, n: int, k: int, weights: str
+) -> None:
     """SwiGLU in bfloat16 gives float16, of which a product pushes bfloat16, as it does of bfloat16;
     what a step does (ladder.infer.halves)."""
     exact = torch.randn(3, n, k, device=device) / k**0.5
-    (gate, one), (up, other), (stored, scales) = (quantise(each, "fp8", "w") for each in exact)
+    exact *= 2.0 ** -(torch.arange(k, device=device) // BLOCK % 3)
+    (gate, one), (up, other), (stored, scales) = (quantise(each, weights, "w") for each in exact)
     wide = [dequantise(*each, torch.float64) for each in ((gate, one), (up, other))]
     x = torch.randn(rows, k, device=device).bfloat16()
     inner = project(x, gate, up, scales=(one, other), gives=torch.float16)
     assert inner is not None
     results = []
-    for weights in (wide, [each.half() for each in wide]):
-        given = x.to(weights[0].dtype)
-        results.append(F.silu(F.linear(given, weights[0])) * F.linear(given, weights[1]))
+    for pair in (wide, [each.half() for each in wide]):
+        given = x.to(pair[0].dtype)
+        results.append(F.silu(F.linear(given, pair[0])) * F.linear(given, pair[1]))
     assert_close(inner, *results)
     x = torch.randn(rows, k, device=device).half()
     weight = dequantise(stored, scales, torch.float64)

@@ -13,6 +13,7 @@ from ladder.kernels import LandingJob, decode_shapes, land, new_landing, project
 from ladder.kernels.landing import _chunk, with_pieces
 from ladder.kernels.limits import CHUNK
 from ladder.kernels.pieces import LOWS, new_pieces, split_reference
+from ladder.models.eight_bits import BLOCK
 from ladder.models.quantised import quantise
 from ladder.models.storage import QUANTISED, dequantise
 from tests.kernels.products import EPS, empty_slots
@@ -163,13 +164,16 @@ def test_a_program_lands_no_more_at_once_than_its_threads_hold(
         ),
     ],
 )
-@pytest.mark.parametrize("weights", ["fp8", "int8"])
+@pytest.mark.parametrize("weights", [*QUANTISED])
 def test_products(device: str, m: int, n: int, k: int, mean: float, weights: str) -> None:
     """As near to float64 as products of bfloat16's elements, of rows of any size, and of elements
     that have one sign more often, of whose sums tensor cores cut more."""
     assert decode_shapes.by_pieces(m)
     rows = 4.0 ** torch.randint(-3, 3, (2, n, 1), device=device)
     exact = (torch.randn(2, n, k, device=device) + mean / 2) / k**0.5 * rows
+    if weights == "fp8-block":  # blocks of very different sizes, each another one of each row
+        blocks = torch.arange(k, device=device) // BLOCK + torch.arange(n, device=device)[:, None]
+        exact *= 2.0 ** -(blocks % 5)
     (gate, one), (up, other) = (quantise(each, weights, "w") for each in exact)
     wide = [dequantise(gate, one, torch.float64), dequantise(up, other, torch.float64)]
     sizes = 4.0 ** (torch.arange(m, device=device) % 5)[:, None]

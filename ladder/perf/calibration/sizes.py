@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ladder.kernels.decode_shapes import by_halves, by_pieces
 from ladder.kernels.pieces import Pieces, new_pieces, split_reference
-from ladder.models.eight_bits import BY_ROWS
 from ladder.models.quantised import quantise
 from ladder.models.storage import QUANTISED
 from ladder.parallel.matrix import Matrix
@@ -140,13 +139,12 @@ def pairs(
     their weights are larger than the L2 cache.
 
     weights: how they are stored, in `dtype` for bf16, or as a name in EIGHT_BITS. Inputs are then
-    those of an engine's products: with fp8 and int8, the first is in pieces and the second in
-    float16.
+    those of an engine's products: the first is in pieces and the second in float16.
     """
     itemsize = sizes.dtype.itemsize if weights == "bf16" else 1
     x = random(rows, sizes.hidden, dtype=sizes.dtype, device=device)
     split = None
-    if weights in BY_ROWS and by_pieces(rows):
+    if weights != "bf16" and by_pieces(rows):
         split = new_pieces(x, QUANTISED[weights])
         split_reference(x, split)
     made: list[Work] = []
@@ -155,7 +153,7 @@ def pairs(
             _matrix(random(*shape, dtype=sizes.dtype, device=device), weights)
             for shape in ((outputs, sizes.hidden), (sizes.hidden, outputs))
         )
-        if weights in BY_ROWS and by_halves(rows):
+        if weights != "bf16" and by_halves(rows):
             first.gives, second.gives = torch.float16, sizes.dtype
         made.append(partial(_pair, x, split, first, second))
     return made
