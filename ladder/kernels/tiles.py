@@ -20,6 +20,14 @@ def _block_scales(scales, rows, block, inside, blocks: tl.constexpr):
 
 @jit
 @no_type_check
+def _block_factors(scales, rows, block, inside, blocks: tl.constexpr):
+    """`_block_scales` as factors. Loops of tiles, which are not unrolled, carry the exponents:
+    else a step's end waits for a load. Threads' products take 3 % longer so."""
+    return power(_block_scales(scales, rows, block, inside, blocks).to(tl.int32))
+
+
+@jit
+@no_type_check
 def _step_scales(
     scales, rows, first, inside, blocks: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip

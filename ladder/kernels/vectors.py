@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import no_type_check
 
 from ladder.jit import gdc_wait, jit, tl
-from ladder.kernels.eight_bits import power, widened
+from ladder.kernels.eight_bits import widened
 from ladder.kernels.landing import _finish, _targets
-from ladder.kernels.tiles import _block_scales
+from ladder.kernels.tiles import _block_factors
 
 
 @jit
@@ -36,10 +36,10 @@ def _product(
     if BLOCK > 0:
         blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
         eights = 8 * tl.arange(0, BK // 8)[None, None, :]  # columns
-        scale_w = _block_scales(scales, n * blocks, eights // BLOCK, n < N, blocks)
+        scale_w = _block_factors(scales, n * blocks, eights // BLOCK, n < N, blocks)
         scale_u = scale_w
         if GATED:
-            scale_u = _block_scales(up_scales, n * blocks, eights // BLOCK, n < N, blocks)
+            scale_u = _block_factors(up_scales, n * blocks, eights // BLOCK, n < N, blocks)
     targets = _targets(buffers, PUSH, WORLD, WP, BITS)
     if PDL:
         gdc_wait()
@@ -55,18 +55,18 @@ def _product(
                 u = tl.load(up + row + at, mask=fits & (n < N), other=0.0)
             if BLOCK > 0:
                 block = (k + eights) // BLOCK
-                scale_w = _block_scales(scales, n * blocks, block, n < N, blocks)
+                scale_w = _block_factors(scales, n * blocks, block, n < N, blocks)
                 if GATED:
-                    scale_u = _block_scales(up_scales, n * blocks, block, n < N, blocks)
+                    scale_u = _block_factors(up_scales, n * blocks, block, n < N, blocks)
         a = tl.load(x + m * K + at, mask=fits & ((m < M) | (M == MP)), other=0).to(tl.float32)
         part = tl.sum(tl.reshape(a * widened(w, tl.float32), [MP, BN, BK // 8, 8]), 3)
         if BLOCK > 0:
-            part *= power(scale_w.to(tl.int32))
+            part *= scale_w
         total += part
         if GATED:
             part = tl.sum(tl.reshape(a * widened(u, tl.float32), [MP, BN, BK // 8, 8]), 3)
             if BLOCK > 0:
-                part *= power(scale_u.to(tl.int32))
+                part *= scale_u
             total_up += part
     y = tl.sum(total, 2, keep_dims=True)
     inside = (m < M) & (n < N)
