@@ -12,13 +12,16 @@ from __future__ import annotations
 import functools
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from machine_parts import RESULTS, taken, with_measured, with_newer
 from machine_records import (
+    BLOCK_CALIBRATION,
+    BLOCK_MEASURED,
     CALIBRATION,
     COMM,
     CUTS_CALIBRATION,
@@ -91,7 +94,13 @@ FITTED = ("prompt_gap_us", "power_limit", "training_bytes")
 # by push on two GPUs are 2.7 % off (5.1 % with values fitted to older kernels), and of 26 training
 # steps 1.9 % (3.6 %), in records from 2026-11-27 on.
 OF_FOUR = (*FITTED, *FLOORS, "power_exponent", "idle_power")
-INT8 = {"weights": "int8"}
+# Types whose products were measured again, and the files.
+NEWER = {"int8": INT8_MEASURED, "fp8-block": BLOCK_MEASURED}
+# `converted`: a model and GPUs whose steps it is fitted to, the record, and the type.
+CONVERTED = (
+    (PAIR, FORMATS_CALIBRATION, PAIR_WEIGHTS), (RANK, BLOCK_CALIBRATION, PAIR_WEIGHTS),
+    (RANK, INT8_CALIBRATION, "int8"),
+)  # fmt: skip
 MISSING = "more rows", "converted (weights=fp8)", "converted (weights=int8)"
 
 
@@ -216,24 +225,40 @@ def four_today() -> Machine:
     """`four_uncut` with the products, attention and landings of today's steps, and with prompts and
     training that are fitted again."""
     found = with_measured(four_uncut(), [taken(CUTS_MEASURED, CUTS_PARTS)])
-    found = with_newer(found, INT8_MEASURED, "product", lambda each: INT8.items() <= each.items())
+    for weights, file in NEWER.items():
+        found = with_newer(found, file, "product", partial(_stored_in, weights))
     curves = tuple(each for each in found.curves if each.name not in FITTED_CURVES)
     found = replace(found, curves=curves)
     files = [RESULTS / file for file in CUTS_CALIBRATION]
     found = replace(found, values={**found.values, "step_stretch": AS_IN_CHAINS})
     found = fit_steps(with_attention_in_steps(found, files), files)
-    more = [
-        fit_converted(with_steps_of(fitted(gpus), found), [RESULTS / file], model).curve(
-            "converted", weights=weights
-        )
-        for (model, gpus), file, weights in (
-            (PAIR, FORMATS_CALIBRATION, PAIR_WEIGHTS), (RANK, INT8_CALIBRATION, "int8"),
-        )
-    ]  # fmt: skip
-    found = replace(found, curves=(*found.curves, *more, *BOTH_STREAMS))
+    found = replace(found, curves=(*found.curves, *converted(found), *BOTH_STREAMS))
     found = replace(found, values={**found.values, "boost_ms": BOOST})
     found = fit_prompts(found, [RESULTS / file for file in PROMPTS_CALIBRATION])
     return fit_training(found, [RESULTS / file for file in TRAINING_CALIBRATION])
+
+
+def _stored_in(weights: str, where: Mapping[str, float | str]) -> bool:
+    """Whether a curve is of products with such weights. Those of one row are threads' work, as
+    before."""
+    return where.get("weights") == weights and where.get("rows") != 1
+
+
+def converted(machine: Machine) -> list[Curve]:
+    """The curves of CONVERTED, fitted with this machine's steps."""
+    found: dict[str, Curve] = {}
+    for (model, gpus), file, weights in CONVERTED:
+        fit = fit_converted(with_steps_of(fitted(gpus), machine), [RESULTS / file], model)
+        curve = fit.curve("converted", weights=weights)
+        if weights in found:
+            points, about = found[weights].points, found[weights].provenance
+            curve = replace(
+                curve,
+                points=(*points, *curve.points),
+                provenance=f"{about} (one sequence); {curve.provenance}",
+            )
+        found[weights] = curve
+    return list(found.values())
 
 
 @functools.cache

@@ -76,6 +76,7 @@ PAIR, SINGLE = "half-8b (two H200s)", "quarter-8b (one)"
 OF_TWO = "2026-11-30-formats-half-8b-h200x2.jsonl"
 OF_ONE = "2026-11-30-formats-quarter-8b-h200.jsonl"
 QKV = "2026-11-30-qkv-quarter-8b-h200.jsonl"
+IN_BLOCKS = "2026-11-30-block-pieces-quarter-8b-h200.jsonl"
 IN_INT8 = "2026-11-30-int8-pieces-quarter-8b-h200.jsonl"
 OF_FOUR = "2026-11-29-2b-class-cuts-h200x4.jsonl"
 ASKED = {
@@ -84,7 +85,7 @@ ASKED = {
         f"{OF_TWO}, {OF_ONE}, {OF_FOUR}",
     ),
     "fp8": (f"{PAIR} and, of 4 and 8, {SINGLE}", f"{OF_TWO}, {QKV}"),
-    "fp8-block": (f"{PAIR} and {SINGLE}", f"{OF_TWO}, {OF_ONE}"),
+    "fp8-block": (f"{SINGLE} and, of one sequence, {PAIR}", f"{IN_BLOCKS}, {OF_TWO}"),
     "int8": (SINGLE, IN_INT8),
 }
 BOTH_STREAMS = tuple(

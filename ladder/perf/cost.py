@@ -118,7 +118,7 @@ class DecodeCost:
         self.waits: dict[int, float] = {}  # microseconds for which a blocking sum waits for ranks
         # Whether products run on tensor cores. In 8 bits most of two rows do, too.
         self.tiles = batch > (1 if self.in_8_bits else MAX_VECTOR_ROWS)
-        self.lands_pieces = self.in_8_bits and by_pieces(batch)
+        self.lands_pieces = weights != "bf16" and by_pieces(batch)
         self.both = self._both()
         self.few = kernels.wide and self.heads <= FEW_HEADS and context <= 64 * FEW_BLOCKS
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
@@ -329,17 +329,23 @@ class DecodeCost:
 
     def _attention(self) -> Estimate:
         """By bytes: heads of another size than the curves' count as proportionally more or fewer
-        heads, and so does a longer context than theirs."""
+        heads, and so does a longer context than theirs. Without a curve of a cache in fp8: that of
+        bfloat16, at the heads that are as many bytes."""
         curve = ATTENTION[self.cache]
-        keys = [float(each.where["keys"]) for each in self.machine.family(curve)]
         heads = self.heads * self.config.head_dim / HEAD_DIM
+        measured = bool(self.machine.family(curve))
+        if not measured:
+            sizes = [head_bytes_of_token(self.config, each) for each in (self.cache, "bf16")]
+            heads, curve = heads * sizes[0] / sizes[1], ATTENTION["bf16"]
+        keys = [float(each.where["keys"]) for each in self.machine.family(curve)]
         if keys and not min(keys) <= self.context <= max(keys):
             nearest = min(keys) if self.context < min(keys) else max(keys)
             more = max(1.0, self.context / nearest)
             return Estimate(
                 self.machine.between(curve, "keys", nearest, heads * more).us, "extrapolated"
             )
-        return self.machine.between(curve, "keys", self.context, heads)
+        found = self.machine.between(curve, "keys", self.context, heads)
+        return found if measured else Estimate(found.us, "extrapolated")
 
     def _unevenness(self, part: str) -> float:
         """The factor on the bytes of a product of tiles: the multiprocessors with the most thread

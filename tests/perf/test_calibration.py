@@ -58,6 +58,9 @@ def test_one_process_measures_all_but_what_is_between_ranks(
     assert len(found.family(IN_8_BITS)) == len(EIGHT_BITS) * len(CPU.rows)
     assert all("ladder bench machine" in each.provenance for each in found.curves)
     said = capsys.readouterr().out
+    assert said.splitlines()[0] == (
+        "no GPU: a rehearsal in tiny sizes; predictions cannot use this file"
+    )
     assert said.count("missing") == len(fitted)
     assert f"{found.values['launch_us'].value:g}" in said
     assert list(tmp_path.iterdir()) == [out]

@@ -14,7 +14,10 @@ from ladder.cli import main
 from ladder.config import model_config
 from ladder.models.errors import UserError
 from ladder.perf import phases
+from ladder.perf.cost import DecodeCost
+from ladder.perf.machine import ATTENTION
 from ladder.perf.machine_files import load
+from ladder.perf.nodes import names, shipped
 from ladder.perf.planner.subject import Subject
 from ladder.perf.prediction.records import inference_runs
 from tests import ROOT
@@ -70,8 +73,6 @@ def test_a_cache_in_fp8_is_read_and_held_as_stored(capsys: Out) -> None:
     ("words", "said"),
     [
         ("llama-3-8b --train", "--cache=fp8 is of inference; leave it out of --train"),
-        ("llama-3-8b --machine h100x2", "machine 'h100x2' has no 'attention over fp8' (attention "
-         "over a cache in fp8); measure it: ladder bench machine --nproc 1 --out machine.json"),
         ("llama-3-8b --tp 1 --tp-degree 4 --plans desync-4x", "virtual ranks are predicted with "
          "weights and a cache in bf16"),
     ],
@@ -79,6 +80,30 @@ def test_a_cache_in_fp8_is_read_and_held_as_stored(capsys: Out) -> None:
 def test_where_a_cache_in_fp8_is_not_predicted(words: str, said: str, capsys: Out) -> None:
     assert main(["predict", *words.split(), "--cache", "fp8"]) != 0
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [*shipped(), *names()])
+def test_every_machine_times_a_cache_in_fp8(name: str, capsys: Out) -> None:
+    words = ("llama-3-8b", "--plans", "standard", "--cache", "fp8", "--context", "1024")
+    found = asked(capsys, *words, "--machine", name)["rows"]
+    assert found
+    assert all(row["us"] > 0 for row in found)
+
+
+def test_without_its_curve_a_cache_in_fp8_counts_as_half_the_heads() -> None:
+    config = Subject("llama-3-8b", model_config("llama-3-8b")).config("standard", 1, None)
+    machine = load("h200x4")
+    curves = tuple(each for each in machine.curves if each.name != ATTENTION["fp8"])
+    for batch, tokens, off in ((16, 1024, 0.15), (16, 8192, 0.14), (64, 1024, 0.22),
+                               (64, 8192, 0.14)):  # fmt: skip
+        asked = (1, "push", batch, tokens)
+        estimates = [
+            DecodeCost(config, each, *asked, cache="fp8")._attention()
+            for each in (machine, replace(machine, curves=curves))
+        ]
+        assert estimates[1].basis == "extrapolated"
+        assert 1 - off < estimates[1].us / estimates[0].us < 1  # e4m3 is converted, too
+    assert estimates[1].us < 0.51 * DecodeCost(config, machine, *asked)._attention().us
 
 
 def test_virtual_ranks_have_a_cache_in_bf16() -> None:

@@ -336,8 +336,8 @@ def test_prompts_with_sums_in_8_bits(capsys: Out) -> None:
             key = point["plan"], point["reducer"], point["batch"]
             measured[key] = each["result"]["prefill_ms"]
     words = ["half-8b", "--machine", "h200x2-no-p2p", "--prefill", "--batch", "1", "16", "64"]
-    words += ["--tp", "2", "--plans", "standard", "ladder", "desync-2x", "--reducers", "async"]
-    assert main(["predict", *words, "async-int8", "--json"]) == 0
+    words += ["--tp", "2", "--reducers", "async", "async-int8", "--json", "--plans"]
+    assert main(["predict", *words, "standard", "ladder", "desync-2x"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = {(row["plan"], row["way"], row["batch"]): row["us"] / 1e3 for row in found["rows"]}
     for plan, most in (("standard", 0.05), ("ladder", 0.16)):
@@ -353,7 +353,7 @@ def test_prompts_with_sums_in_8_bits(capsys: Out) -> None:
     assert any("desync-2x at TP 2: not by async-int8 (some of its" in x for x in found["left_out"])
     assert found["command"].endswith("--nproc 2")
     assert "--reducers async-int8 " in found["command"]
-    assert main(["predict", *words[:-1], "async-int8", "--plans", "none", "--json"]) == 0
+    assert main(["predict", *words, "none"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {row["way"] for row in found["rows"]} == {"async"}  # there is nothing to round
     assert main(["predict", "half-8b", "--reducers", "async-int8"]) == 2

@@ -391,6 +391,8 @@ def test_what_the_machine_lacks_for_an_implementation_is_said(
         (["--tp", "1"], "--tp=1: a rank alone has nothing to exchange"),
         (["--tp", "8"], "--tp=8: machine 'h200x4' has the collectives of 4 GPUs"),
         (["--ops", "linear_all_reduce"], "--ops=linear_all_reduce is not predicted; choose from"),
+        (["--shapes", "dlrm"], "--shapes=dlrm: exchanges of lookups are not predicted; give flux"),
+        (["--shapes", "flux-gpt3", "tutel"], "--shapes=tutel: its products are not predicted; "),
         (["--ops", "foo"], f"unknown --ops 'foo'; known: {', '.join(OPS)}\n"),
         (["--m", "1000000000"], "--m=1000000000 must be 1 to 131,072"),
         (

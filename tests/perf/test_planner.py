@@ -80,6 +80,17 @@ def test_the_most_sequences_that_fit_are_the_most(tmp_path: Path, capsys: Out) -
     assert fits["at most"] == 2**20  # the most prompts of a --batch
 
 
+@pytest.mark.parametrize("words", ["", "--train", "--prefill --batch 4"])
+def test_the_parts_of_what_fits_are_its_sum(words: str, capsys: Out) -> None:
+    """In JSON nothing is rounded, also of a model whose parts are below 0.1 GiB."""
+    for row in asked(capsys, "tiny", *words.split(), "--plans", "standard")["fits"]:
+        parts = {key: row[key] for key in row if isinstance(row[key], float)}
+        assert parts.pop("GiB") == pytest.approx(sum(parts.values()), rel=1e-12)
+        assert 0 < parts["weights"] < 0.05
+    assert main(["predict", "tiny", *words.split(), "--plans", "standard"]) == 0
+    assert " 0.0 " in capsys.readouterr().out
+
+
 def test_objectives_choose_differently(capsys: Out) -> None:
     """An 8B is fastest on four GPUs; four copies give more tokens a second; TP 4 takes least."""
     words = ("llama-3-8b", "--plans", "standard", "--batch", "1", "16", "--objective")

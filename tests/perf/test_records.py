@@ -137,17 +137,33 @@ def test_records_in_other_formats_are_not_scored(tmp_path: Path) -> None:
     lines = [{**LINE, "point": {**LINE["point"], **each}} for each in (*known, *others)]
     file = tmp_path / "records.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    for phase in ("decode", "prefill"):
-        assert len(scores([file], load("h200x4"), phase)) == 3
+    for phase, count in (("decode", 3), ("prefill", 4)):  # prompts with reduces in 8 bits are
+        assert len(scores([file], load("h200x4"), phase)) == count
 
 
-@pytest.mark.parametrize(("batch", "commit", "steps"), [(4, "8b1d42a", 0), (1, "8b1d42a", 1),
-                                                        (4, "75e91d3", 1)])  # fmt: skip
-def test_steps_in_int8_of_kernels_that_are_not_kept(
-    tmp_path: Path, batch: int, commit: str, steps: int
+@pytest.mark.parametrize(("commit", "steps"), [("94613e4", 0), ("f12f03a", 1)])
+def test_prompts_with_older_reduces_in_8_bits_are_not_scored(
+    tmp_path: Path, commit: str, steps: int
+) -> None:
+    point = {**LINE["point"], "reducer": "async-int8"}
+    machine = {**LINE["machine"], "date": "2026-11-30", "commit": commit}
+    file = tmp_path / "records.jsonl"
+    file.write_text(json.dumps({**LINE, "point": point, "machine": machine}), encoding="utf-8")
+    assert len(scores([file], load("h200x4"), "prefill")) == steps
+    assert not scores([file], load("h200x4"), "decode")
+
+
+@pytest.mark.parametrize(
+    ("weights", "batch", "commit", "steps"),
+    [("int8", 4, "8b1d42a", 0), ("int8", 1, "8b1d42a", 1), ("int8", 4, "75e91d3", 1),
+     ("fp8-block", 4, "45819bc", 0), ("fp8-block", 1, "45819bc", 1),
+     ("fp8-block", 4, "b8bde8d", 1)],
+)  # fmt: skip
+def test_steps_of_kernels_that_are_not_kept(
+    tmp_path: Path, weights: str, batch: int, commit: str, steps: int
 ) -> None:
     """Of several sequences; their prompts are scored."""
-    point = {**LINE["point"], "weights": "int8", "batch": batch}
+    point = {**LINE["point"], "weights": weights, "batch": batch}
     machine = {**LINE["machine"], "date": "2026-11-30", "commit": commit}
     file = tmp_path / "records.jsonl"
     file.write_text(json.dumps({**LINE, "point": point, "machine": machine}), encoding="utf-8")

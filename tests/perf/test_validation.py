@@ -166,11 +166,12 @@ def test_steps_by_newer_kernels_are_predicted_as_such() -> None:
         # Today's: four kinds of weights, to whose ladders in part `streams together` is fitted.
         ("29-inference-cuts-h200x4", "h200x4", "decode", 12, (1.9, 2.7, 3.5)),
         ("29-fp8-cuts-h200x4", "h200x4", "decode", 12, (2.4, 5.4, 8.4)),
-        ("30-formats-half-8b-h200x2", "h200x2", "decode", 73, (2.5, 5.0, 8.4)),
+        ("30-formats-half-8b-h200x2", "h200x2", "decode", 67, (2.5, 5.5, 8.4)),
         ("30-formats-half-8b-h200x2", "h200x2", "prefill", 81, (3.2, 7.1, 9.8)),
-        ("30-formats-quarter-8b-h200", "h200x1", "decode", 10, (1.6, 4.7, 4.7)),
+        ("30-formats-quarter-8b-h200", "h200x1", "decode", 6, (1.7, 4.7, 4.7)),
         ("30-today-quarter-8b-h200", "h200x1", "decode", 14, (2.3, 4.6, 8.6)),
         ("30-int8-pieces-quarter-8b-h200", "h200x1", "decode", 28, (1.6, 3.5, 4.6)),
+        ("30-block-pieces-quarter-8b-h200", "h200x1", "decode", 12, (1.0, 1.2, 7.6)),
         # Half of it with riders; its few steps of 16 follow a prompt.
         ("28-lagging-half-8b-h200x2", "h200x4", "decode", 16, (4.9, 8.5, 9.9)),
     ],
@@ -319,7 +320,9 @@ def test_what_fused_operators_leave_exposed_on_two_h100s() -> None:
         assert abs(measured - predicted) < 0.02, (batch, measured, predicted)
 
 
-def test_validate_prints_errors_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_prints_errors_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["predict", "validate", str(FILES[0])]) == 0
     found = capsys.readouterr().out
     assert "calibrated" in found
@@ -332,6 +335,9 @@ def test_validate_prints_errors_as_they_are(capsys: pytest.CaptureFixture[str]) 
     found = capsys.readouterr().out
     assert "tp2+sp" in found
     assert "held out with virtual ranks" in found
+    (tmp_path / "empty.jsonl").touch()
+    assert main(["predict", "validate", str(tmp_path / "empty.jsonl")]) == 2
+    assert "empty.jsonl is empty; give results of" in capsys.readouterr().err
     assert main(["predict", "validate", "nowhere.jsonl"]) == 2
     assert "nowhere.jsonl does not exist" in capsys.readouterr().err
 

@@ -54,6 +54,8 @@ def main(options: Any) -> int:
     cuda = device.type == "cuda"
     gpu = torch.cuda.get_device_name(device) if cuda else "none"
     before = launch.on_first(lambda: begun(out, gpu, world))
+    if head and not cuda:
+        print("no GPU: a rehearsal in tiny sizes; predictions cannot use this file", flush=True)
     push = cuda and world > 1 and common_push_refusal(world) is None
     # The group is that of a model's mesh: its NCCL has priority over products. Without it, all
     # thread blocks of products queued before a collective would run first.

@@ -9,7 +9,15 @@ from dataclasses import asdict
 from typing import Any
 
 from ladder.bench.ops.derive import sizes
-from ladder.bench.ops.points import OpPoint, Variant, accepts, check_options, expand, variants
+from ladder.bench.ops.points import (
+    OpPoint,
+    Variant,
+    accepts,
+    check_options,
+    expand,
+    matrices,
+    variants,
+)
 from ladder.models.errors import UserError, unknown
 from ladder.ops.registry import OPERATORS
 from ladder.perf.nodes import declaration
@@ -35,6 +43,13 @@ def main(options: Any) -> int:
         if op not in OPS:
             raise UserError(f"--ops={op} is not predicted; choose from {', '.join(OPS)}")
     check_options(options)
+    for shape in options.shapes or ():
+        if not any(op in OPS for each in matrices(shape) for op in getattr(each, "ops", ())):
+            kind = "exchanges of lookups" if shape == "dlrm" else "its products"
+            raise UserError(
+                f"--shapes={shape}: {kind} are not predicted; give flux-gpt3, flux-llama2-70b or a "
+                f"name from configs/models"
+            )
     for m in options.m or ():
         if m > MOST_ROWS:
             raise UserError(f"--m={m} must be 1 to {MOST_ROWS:,}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from ladder.bench.inference.memory import point_bytes
 from ladder.costs import HEADROOM
@@ -203,10 +204,11 @@ def _memory(
     )  # fmt: skip
 
 
-def fit_table(question: Question) -> list[list[str]]:
+def fit_table(question: Question) -> list[list[Any]]:
     """The memory of a GPU that each TP degree and batch takes, for the plan `standard` and the way
     that takes the most."""
-    subject, table = question.subject, [FITS]
+    subject = question.subject
+    table: list[list[Any]] = [FITS]
     for tp in degrees(subject, question.machines, question.tp):
         machine = question.machines[tp]
         ways = question.reducers or _measured(machine, tp, LeftOut())
@@ -215,9 +217,8 @@ def fit_table(question: Question) -> list[list[str]]:
         for batch in dict.fromkeys(question.batches):
             found = asked(batch)
             parts = (found.weights, found.cache, found.activations, found.reserve, found.total)
-            said = "yes" if memory.fits(found, machine) else "NO"
-            sizes = [f"{each / GIB:.1f}" for each in parts]
-            table.append([str(tp), str(batch), *sizes, said, f"{most:,}"])
+            sizes = [each / GIB for each in parts]
+            table.append([tp, batch, *sizes, memory.fits(found, machine), most])
     return table
 
 

@@ -19,7 +19,7 @@ from ladder.bench.report import (
 )
 from ladder.models.errors import UserError
 from ladder.perf.planner import report
-from ladder.perf.planner.candidates import ask, work
+from ladder.perf.planner.candidates import ask
 from ladder.perf.planner.drawing import pareto, timeline
 from ladder.perf.planner.question import BATCHES, Question, Row, divided
 from ladder.perf.planner.remedies import nothing_fits
@@ -46,7 +46,7 @@ def as_page(
         parts.append(Heading("To run the recommendation"))
         parts += map(Text, lacking(question, named))
         parts += map(Code, commands(question, named))
-    parts += [Heading("What fits, GiB of a GPU"), _table(work(question).fit_table(question))]
+    parts += [Heading("What fits, GiB of a GPU"), _table(report.fitting(question))]
     parts += map(Text, report.at_most(question))
     for batch in dict.fromkeys(row.candidate.batch for row in rows):
         some = [row for row in rows if row.candidate.batch == batch]

@@ -30,7 +30,7 @@ def nothing_fits(question: Question, rows: Sequence[Row]) -> str:
         )
     head, *table = work(question).fit_table(question)
     fixed = [name for name in head if name in FIXED]
-    least = min(sum(float(each[head.index(name)]) for name in fixed) for each in table)
+    least = min(sum(each[head.index(name)] for name in fixed) for each in table)
     said = f"{'no model' if rows else 'nothing'} fits {room(question):.1f} GiB of a GPU"
     if least >= room(question):
         said += f"; {', '.join(fixed[:-1])} and {fixed[-1]} alone take {least:.1f}"

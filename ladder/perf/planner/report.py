@@ -91,7 +91,7 @@ def text(question: Question, rows: Sequence[Row], left_out: Sequence[str], best:
         title(question),
         f"What fits, GiB of a GPU, of which {room(question):.1f} can be used ({HEADROOM:.0%} of "
         f"{question.machine.value('memory_gib'):g}):",
-        aligned(work(question).fit_table(question), left=1),
+        aligned(fitting(question), left=1),
     ]
     parts += at_most(question)
     for batch in dict.fromkeys(row.candidate.batch for row in rows):
@@ -108,6 +108,20 @@ def text(question: Question, rows: Sequence[Row], left_out: Sequence[str], best:
     parts += notes(question, rows, left_out)
     parts += verdicts(question, rows, best)
     return "\n\n".join(fill(part, 100) if "\n" not in part else part for part in parts)
+
+
+def fitting(question: Question) -> list[list[str]]:
+    """What fits, as a table of texts."""
+    head, *rows = work(question).fit_table(question)
+    return [head, *([_told(cell) for cell in row] for row in rows)]
+
+
+def _told(cell: str | float | bool) -> str:
+    if isinstance(cell, bool):
+        return "yes" if cell else "NO"
+    if isinstance(cell, float):
+        return f"{cell:.1f}"
+    return cell if isinstance(cell, str) else f"{cell:,}"
 
 
 def at_most(question: Question) -> list[str]:
@@ -241,14 +255,13 @@ def verdict(question: Question, rows: Sequence[Row], best: Row) -> str:
 def as_data(
     question: Question, rows: Sequence[Row], left_out: Sequence[str], best: Row | None
 ) -> dict[str, Any]:
-    head, *fitting = work(question).fit_table(question)
+    head, *table = work(question).fit_table(question)
     return {
         "model": question.subject.name, "weights": question.weights, "cache": question.cache,
         "machine": question.machine.name, "gpus": question.gpus,
         "phase": question.phase, "context": question.context, "objective": question.objective,
-        "room_gib": round(room(question), 2),
-        "fits": [{key: _plain(cell) for key, cell in zip(head, each, strict=True)}
-                 for each in fitting],
+        "room_gib": room(question),
+        "fits": [dict(zip(head, each, strict=True)) for each in table],
         "rows": [row_data(row) for row in rows],
         "left_out": list(left_out),
         "recommended": None if best is None else row_data(best),
@@ -258,17 +271,6 @@ def as_data(
         },
         "command": "" if best is None else shlex.join(running(question, best)),
     }  # fmt: skip
-
-
-def _plain(cell: str) -> str | float | bool:
-    """A table's cell as data."""
-    if cell in ("yes", "NO"):
-        return cell == "yes"
-    number = cell.replace(",", "")
-    try:
-        return float(number) if "." in number else int(number)
-    except ValueError:
-        return cell
 
 
 def row_data(row: Row) -> dict[str, Any]:

@@ -192,9 +192,10 @@ def tokens(question: Question, each: Candidate) -> int:
     return question.gpus // each.tp * each.batch * question.context
 
 
-def fit_table(question: Question) -> list[list[str]]:
+def fit_table(question: Question) -> list[list[Any]]:
     """The memory of a GPU that each layout and batch takes, for the plan `standard`."""
-    subject, table = question.subject, [FITS]
+    subject = question.subject
+    table: list[list[Any]] = [FITS]
     for layout in layouts(question):
         for batch in dict.fromkeys(question.batches):
             name = layout.name
@@ -206,8 +207,8 @@ def fit_table(question: Question) -> list[list[str]]:
             found = held(question, each)
             parts = (found.weights, found.optimiser, found.gradients, found.activations,
                      found.reserve, found.total)  # fmt: skip
-            said = "yes" if memory.fits(found, question.machine) else "NO"
-            table.append([name, str(batch), *(f"{each / GIB:.1f}" for each in parts), said])
+            sizes = [each / GIB for each in parts]
+            table.append([name, batch, *sizes, memory.fits(found, question.machine)])
     return table
 
 

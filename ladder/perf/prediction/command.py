@@ -38,6 +38,9 @@ def validate(options: Any) -> int:
     ]  # fmt: skip
     calls = operators.scores(options.records, machine)
     if not found and not calls:
+        for file in options.records:
+            if not file.stat().st_size:
+                raise UserError(f"{file} is empty; give results of `ladder bench`")
         raise UserError(
             f"{', '.join(map(str, options.records))}: nothing that is predicted was measured on "
             f"the GPUs of machine {options.machine!r}{_besides(left_out)}; give its records, or "

@@ -45,8 +45,13 @@ WIDE_TILES, NARROW_COMMITS = "2026-11-29", ("9900fd3", "b7f6b0e", "c805ead")
 UNCUT_COMMITS = ("d031fa8", "c3c63d6", "6e22421", "af797f5", "823927c")
 # Steps before that day, and of these commits, read a cache in fp8 byte by byte.
 PAIRED_CACHE, BYTEWISE_COMMITS = "2026-11-30", ("12383da",)
-# In steps of these commits with weights in int8 and several sequences, threads convert weights.
-CONVERTING_COMMITS = ("8b1d42a", "aa2e20d")
+# In steps of these commits with such weights and several sequences, threads convert weights.
+CONVERTING_COMMITS = {
+    "int8": ("8b1d42a", "aa2e20d"),
+    "fp8-block": ("8b1d42a", "aa2e20d", "75e91d3", "45819bc"),
+}
+# Reduces in 8 bits before that day, and of these commits, are by other kernels or exchanges.
+SUMS_IN_8_BITS, OLDER_SUMS_COMMITS = "2026-11-30", ("eac36f0", "94613e4")
 Chosen = Callable[[Mapping[str, Any]], bool]
 
 
@@ -95,9 +100,15 @@ def reads_bytewise(about: Mapping[str, Any]) -> bool:
     return before(about, PAIRED_CACHE) or str(about.get("commit")).startswith(BYTEWISE_COMMITS)
 
 
-def converts_int8(about: Mapping[str, Any]) -> bool:
-    """Whether a record's kernels of today's era convert weights in int8."""
-    return str(about.get("commit")).startswith(CONVERTING_COMMITS)
+def converts(about: Mapping[str, Any], weights: str) -> bool:
+    """Whether a record's kernels of today's era convert such weights in steps of several
+    sequences."""
+    return str(about.get("commit")).startswith(CONVERTING_COMMITS.get(weights, ()))
+
+
+def sums_otherwise(about: Mapping[str, Any]) -> bool:
+    """Whether a record's reduces in 8 bits are not today's."""
+    return before(about, SUMS_IN_8_BITS) or str(about.get("commit")).startswith(OLDER_SUMS_COMMITS)
 
 
 def as_then(machine: Machine, era: Era) -> tuple[Machine, Kernels]:

@@ -19,6 +19,7 @@ from ladder.config import CHECKPOINTING
 from ladder.kernels.limits import MAX_ROWS
 from ladder.models.eight_bits import EIGHT_BITS
 from ladder.models.errors import UserError
+from ladder.parallel.choose import ROUNDING
 from ladder.perf import phases, training_phase
 from ladder.perf.cost import WAY
 from ladder.perf.graph import FUSED
@@ -29,11 +30,12 @@ from ladder.perf.prediction.eras import (
     Chosen,
     Era,
     as_then,
-    converts_int8,
+    converts,
     earlier,
     every,
     of_era,
     reads_bytewise,
+    sums_otherwise,
 )
 from ladder.perf.riders import TODAY, Kernels
 
@@ -137,9 +139,11 @@ def inference_runs(
         reason = _inference_refusal(point, phase, degrees, not without_peers(machine))
         if point.cache == "fp8" and not reason:
             reason = _cache_refusal(about, machine)
-        several = phase == "decode" and point.weights == "int8" and point.batch > 1
-        if several and converts_int8(about) and not reason:
-            reason = "of several sequences in int8, by kernels that are not kept"
+        several = phase == "decode" and point.batch > 1
+        if several and converts(about, point.weights) and not reason:
+            reason = f"of several sequences in {point.weights}, by kernels that are not kept"
+        if point.reducer in ROUNDING and not reason and sums_otherwise(about):
+            reason = "with older reduces in 8 bits"
         if reason:
             left_out[reason] += 1
         else:
@@ -170,7 +174,7 @@ def _elsewhere(record: Mapping[str, Any], machine: Machine, left_out: Counter[st
 def _inference_refusal(point: InferencePoint, phase: str, degrees: set[int], peers: bool) -> str:
     """Why an inference point cannot be predicted, or "". peers: whether the machine's GPUs can
     access each other's memory."""
-    able = (*WAY, FUSED) if phase == "prefill" else tuple(WAY)
+    able = (*WAY, FUSED, *ROUNDING) if phase == "prefill" else tuple(WAY)
     if point.tp > 1 and point.p2p != peers:
         return f"with{'' if point.p2p else 'out'} access to peers' memory"
     if point.tp not in degrees:
