@@ -177,18 +177,23 @@ def config_to_huggingface(
     config: ModelConfig,
     dtype: torch.dtype,
     kept: Mapping[str, Any] | None = None,
-    eos_token_id: int | list[int] | None = None,
+    source: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A config.json for transformers 4 and 5.
 
     kept: the config.json that the model was converted from. It is returned if it agrees with
-    `config`, with the current dtype and end-of-text tokens, which training may have changed. Raises
-    UserError if no architecture of transformers computes the model.
+    `config`, with the current dtype and end-of-text tokens, which training may have changed.
+    source: the model's config.json, for its token ids. Raises UserError if no architecture of
+    transformers computes the model.
     """
     refuse_other_plans(config)
     where = "the config.json kept"
+    source = source or {}
+    eos_token_id = source.get("eos_token_id")
+    others = ("bos_token_id", "pad_token_id")
+    ids = {name: source[name] for name in others if source.get(name) is not None}
     if kept is not None and config_from_huggingface(kept, where) == _plain(config):
-        found = dict(kept)
+        found = {**kept, **ids}
         for name in ("torch_dtype", "dtype"):  # transformers 4 and 5
             if name in found:
                 found[name] = str(dtype).removeprefix("torch.")
@@ -228,6 +233,8 @@ def config_to_huggingface(
         "torch_dtype": str(dtype).removeprefix("torch."),
         "eos_token_id": eos_token_id,
     }
+    for name in others:  # null if the model has none: LlamaConfig's default of bos_token_id is 1
+        data[name] = ids.get(name, (kept or {}).get(name))
     if kind != "qwen2":
         data["attention_bias"] = config.attention_bias
     if kind == "llama":

@@ -31,6 +31,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        for name in (None, "store"):
+            self.register("action", name, _Store)
         self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
@@ -55,6 +57,21 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             self.error(str(unknown(_name(action), value, action.choices)))
+
+
+class _Store(argparse._StoreAction):
+    """argparse's own action, but an option of several values is refused a second time, where
+    argparse would drop the values of the first."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+        option_string: str | None = None,
+    ) -> None:  # fmt: skip
+        several = self.option_strings and self.nargs in ("*", "+")
+        if several and getattr(namespace, self.dest, self.default) is not self.default:
+            name = _name(self)
+            parser.error(f"{name} is given twice; give all values after one {name}")
+        super().__call__(parser, namespace, values, option_string)
 
 
 def _name(action: argparse.Action) -> str:

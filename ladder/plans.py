@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ladder.next_step import free, say_next
 
 if TYPE_CHECKING:
-    from ladder.models.plan import Landing, Plan
+    from ladder.models.config import ModelConfig
+    from ladder.models.plan import Landing, Plan, SublayerRecord
 
 OVERVIEW = (
     "standard",
@@ -107,19 +108,22 @@ def _after_plans(options: argparse.Namespace, layers: int, found: Sequence[Plan]
 
     Train the plan, if it is the only one, `tiny` has its number of layers, and the data of the
     recipe `tiny` exists. Time the plans, if --model or `tiny` has their number of layers. Predict
-    their times, if another shape has that number. Otherwise run the demo.
+    their times, if another shape has that number. Otherwise run the demo. A shape that cannot be
+    split over T ranks, where a plan needs that, is passed over.
     """
     from ladder.config import find, load_mapping, model_config
 
     name = options.model or "tiny"
-    timed = [plan for plan in options.plans if plan != "none"]
+    timed = [each for each, plan in zip(options.plans, found, strict=True) if not plan.no_comm]
     data = Path(load_mapping(find("train", "tiny"))["data"])
-    fits = name == "tiny" and model_config(name).num_layers == layers
-    if fits and len(found) == len(timed) == 1 and (data / "index.json").is_file():
+    config = model_config(name)
+    fits = config.num_layers == layers and _can_split(config, found, options.tp_degree)
+    trains = fits and name == "tiny" and (data / "index.json").is_file()
+    if trains and len(found) == len(timed) == 1:
         ranks = [f"tp_degree={options.tp_degree}"] if found[0].depends_on_tp else []
         out = free(Path("runs", Path(timed[0]).stem))
         say_next("train", "tiny", f"plan={timed[0]}", *ranks, f"out={out}")
-    elif timed and model_config(name).num_layers == layers:
+    elif timed and fits:
         degree = ("--tp-degree", options.tp_degree)
         shape = ("--model", name, "--seq-len", 128, *degree)
         say_next("bench", "train", *shape, "--plans", *timed)
@@ -130,6 +134,17 @@ def _after_plans(options: argparse.Namespace, layers: int, found: Sequence[Plan]
         say_next("demo")
 
 
+def _can_split(config: ModelConfig, plans: Sequence[Plan], tp_degree: int) -> bool:
+    """Whether a model of this shape can be split as the plans need."""
+    from ladder.models import UserError
+
+    try:
+        config.check_divides(tp_degree if _any_of_ranks(plans) else 1, "--tp-degree")
+    except UserError:
+        return False
+    return True
+
+
 def _any_of_ranks(plans: Sequence[Plan]) -> bool:
     return any(plan.depends_on_tp and not plan.no_comm for plan in plans)
 
@@ -137,16 +152,11 @@ def _any_of_ranks(plans: Sequence[Plan]) -> bool:
 def _shape_of(layers: int, plans: Sequence[Plan], tp_degree: int) -> str | None:
     """The name of a shape with `layers` layers that can be split as the plans need, or None."""
     from ladder.config import configs_folder, model_config
-    from ladder.models import UserError
 
     names = sorted(path.stem for path in (configs_folder() / "models").glob("*.yaml"))
     for name in (FAMILIAR, *names):
         config = model_config(name)
-        if config.num_layers == layers:
-            try:
-                config.check_divides(tp_degree if _any_of_ranks(plans) else 1, "--tp-degree")
-            except UserError:
-                continue
+        if config.num_layers == layers and _can_split(config, plans, tp_degree):
             return name
     return None
 
@@ -208,16 +218,19 @@ def picture(plan: Plan, limit: int = 6) -> str:
 
     A blocking reduce leaves a gap (`....`) in the upper line. A reduce that overlaps with the next
     sublayers leaves none; its bar lasts until a sublayer reads the sum. The picture starts at the
-    layer before the first one that differs from layer 0, to show where a hybrid changes. If the
-    sum of an accumulated group stays in flight past the next sublayer, the picture starts at the
-    layer of the first such sum instead, and has one more sublayer.
+    layer before the first one that differs from layer 0, to show where a hybrid changes. The last
+    layer does not count if it has the lags of layer 0, and layer 0 is not standard: it then only
+    ends the reduces of the layers below (dtp-D, accumulate-Nx). If the sum of an accumulated group
+    stays in flight past the next sublayer, the picture starts at the layer of the first such sum
+    instead, and has one more sublayer.
     """
     by_layer = [
         [plan.sublayers[n] for n in numbers]
         for _, numbers in groupby(range(len(plan.sublayers)), key=lambda n: plan.layers[n])
     ]
     differs = next((i for i, records in enumerate(by_layer) if records != by_layer[0]), 0)
-    from_layer = differs - 1 if 1 < differs < len(by_layer) - 1 else 0
+    ends = differs == len(by_layer) - 1 and _lags(by_layer[0]) == _lags(by_layer[-1])
+    from_layer = 0 if ends and not _standard(by_layer[0]) else max(0, differs - 1)
     waits = _waits(plan)
     groups = [n for n, begin in enumerate(plan.group_begins) if begin not in (None, n)]
     if (late := next((n for n in groups if waits.get(n, 0) > n + 1), None)) is not None:
@@ -259,6 +272,18 @@ def picture(plan: Plan, limit: int = 6) -> str:
     lines = ["compute  " + before + compute + after]
     lines += ["reduce   " + indent + lane for lane in lanes or ["(none)"]]
     return "\n".join(lines)
+
+
+def _lags(records: Sequence[SublayerRecord]) -> list[tuple[int, int]]:
+    return [(record.own_lag, record.peer_lag) for record in records]
+
+
+def _standard(records: Sequence[SublayerRecord]) -> bool:
+    """Whether a layer's records are those of `standard`, or of `parallel`."""
+    return all(
+        (record.own_lag, record.peer_lag, record.reduce, record.own_scale) == (0, 0, "output", 1)
+        for record in records
+    )
 
 
 def _bar(plan: Plan, n: int) -> str:

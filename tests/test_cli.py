@@ -19,7 +19,9 @@ import yaml
 
 from ladder.cli import main
 from ladder.folders import newest
+from ladder.models import resolve_plan
 from ladder.parallel import launch
+from ladder.plans import picture
 from tests import ROOT
 from tests.commands import Start
 from tests.corpus import make_corpus, swap_two_tokens
@@ -118,6 +120,14 @@ def test_plans_prints_pictures_tables_and_json(
     assert json.loads(capsys.readouterr().out)[0]["num_layers"] == 32
 
 
+def test_a_picture_shows_a_last_layer_that_differs() -> None:
+    """But not one that only ends the reduces of the layers below."""
+    for plan, shown in {"ladder@3": "attn 3    ][mlp 3 ", "desync-2x@3": "<sync 7>",
+                        "parallel@3": "attn+mlp 3]", "ladder@0-2": "[attn 3    ]....",
+                        "dtp-2": "  [attn 0 ", "accumulate-8x": "  [attn 0 "}.items():  # fmt: skip
+        assert shown in picture(resolve_plan(plan, 4, 4)), plan
+
+
 def test_generate_streams_batches_and_runs_on_ranks(
     trained: Path, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,7 +183,7 @@ def test_prompts_of_a_file_and_completions_in_one(
 ) -> None:
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts = ["def value", "größer", "print\n"]
-    text = "".join(json.dumps({"prompt": prompt, "id": 3}) + "\n" for prompt in prompts) + "\n"
+    text = "".join(json.dumps({"prompt": prompt, "id": 3}) + "\n\n" for prompt in prompts)
     file.write_text(text)
     words = ["generate", str(trained / "run"), "--max-new-tokens", "6"]
     assert main([*words, *(word for prompt in prompts for word in ("--prompt", prompt))]) == 0
@@ -206,10 +216,11 @@ def test_prompts_of_a_file_and_completions_in_one(
         ("\n", 'prompts={} is empty; give lines such as {"prompt": "The"}'),
         ('{"prompt": "a"}\n{"prompt": 3}', '{} line 2 has prompt=3; write it as {"prompt":'),
         ('{"prompt": "a"}\n["b"]', "{} line 2 has a list; write"),
-        ('{"prompt": "a"}\n\n{"prompt": "a"}', "{} line 2 is not valid JSON"),
+        ('{"prompt": "a"}\n\n{"prompt" "a"}', "{} line 3 is not valid JSON"),
         ('{"prompt": "\\ud800"}', "{} line 1 is not valid JSON (text that is not UTF-8"),
         ('{"prompt": "a"}\n{"prompt": ""}', "{} line 2='' has no tokens; give some text"),
         ('{"prompt": "' + "a b " * 2000 + '"}', "{} line 1 has "),
+        ('{"prompt": "a"}\n \n\n{"prompt": "' + "a b " * 2000 + '"}', "{} line 4 has "),
     ],
 )  # fmt: skip
 def test_lines_that_are_no_prompts(

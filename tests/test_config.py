@@ -249,6 +249,14 @@ def test_a_printed_plan_is_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[
         load_plan(file)
 
 
+def test_a_recipe_takes_the_degree_of_its_plans_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("tp_degree: 2\nlayers: [{layers: 0-3, preset: accumulate-4x-lag2}]\n")
+    config = load_train_config("tiny", [f"plan={file}"]).model_config(67)
+    assert config.tp_degree == 2
+    assert config.plan.sublayers == resolve_plan("accumulate-4x-lag2", 4, 2).sublayers
+
+
 def test_a_file_may_have_a_presets_name(tmp_path: Path) -> None:
     """Its records are its own, also after they were saved with a model."""
     own = "{reduce: none, own_scale: 3}"

@@ -43,7 +43,9 @@ def test_this_machine_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main() == 0
     assert not torch.distributed.is_initialized()
     text = capsys.readouterr().out
-    assert text.splitlines()[-1].startswith("ladder works here")
+    *_, verdict, following = text.splitlines()
+    assert verdict.startswith("ladder works here (")
+    assert following.startswith("next: ladder tokenizer train ")
     lines = {line[15:33].strip(): line for line in text.splitlines() if line}
     for name in ("python", "torch", "model", "gloo", "launch"):
         assert lines[name].startswith("ok       core"), lines[name]
@@ -79,6 +81,16 @@ class TestMain:
         assert command.main() == 0
         table = capsys.readouterr().out
         assert all(f"  {check.name} " in table and check.detail in table for check in checks)
+
+    def test_what_failed_is_named_and_mended_first(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("LADDER_DISPATCH", str(tmp_path / "none"))
+        assert command.main() == 0
+        *_, verdict, following = capsys.readouterr().out.splitlines()
+        assert verdict.startswith("ladder works here, except LADDER_DISPATCH (")
+        assert following.startswith("next: mend LADDER_DISPATCH: cannot read the dispatch table ")
+        assert "unset LADDER_DISPATCH" in following
 
     def test_missing_optional_packages_do_not_fail(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

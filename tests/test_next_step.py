@@ -153,6 +153,7 @@ def test_plans_lead_to_a_measurement(
     words = step(["plans", "ladder", "none", "--model", "tiny"], capsys)
     assert words[:2] == ["bench", "train"]
     assert words[-2:] == ["--plans", "ladder"]
+    assert step(["plans", "dtp-2", "--model", "tiny", "--tp-degree", "3"], capsys) == ["demo"]
     assert step(["plans", "ladder", "--layers", "6"], capsys) == ["demo"]
     words = step(["plans", "ladder", "dtp-2", "--layers", "32"], capsys)
     ranks = ["--tp-degree", "4"]
@@ -178,6 +179,13 @@ def test_a_plan_leads_to_its_training_where_there_is_data(
     assert words == ["train", "tiny", "plan=mine.yaml", "tp_degree=2", "out=runs/mine"]
     words = step(["plans", "ladder", "--model", "tiny"], capsys)
     assert words == ["train", "tiny", "plan=ladder", "out=runs/ladder"]
+    Path("odd.yaml").write_text("tp_degree: 3\nlayers: [{layers: 0-3, preset: desync-2x}]\n")
+    Path("apart.yaml").write_text("layers: [{layers: 0-3, preset: none}]\n")
+    for words in (["desync-2x", "--tp-degree", "3"], ["desync-2x", "--tp-degree", "16"],
+                  ["odd.yaml"], ["apart.yaml"]):  # fmt: skip
+        assert step(["plans", *words, "--layers", "4"], capsys) == ["demo"]  # tiny has 8 heads
+    words = step(["plans", "ladder", "--model", "tiny", "--tp-degree", "3"], capsys)
+    assert words == ["train", "tiny", "plan=ladder", "out=runs/ladder"]  # at any T
     assert step(["plans", "ladder", "none", "--model", "tiny"], capsys)[0] == "bench"
     assert step(["plans", "none", "--model", "tiny"], capsys) == ["demo"]
 

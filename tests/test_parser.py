@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,40 @@ def test_an_error_names_the_option_that_was_typed(
     (tmp_path / "data.yaml").write_text("max_tokens: 0")
     assert main(line.format(tmp_path / "data.yaml").split()) == 2
     assert capsys.readouterr().err.startswith(f"error: {told}")
+
+
+def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in dict.fromkeys(action.choices.values()):
+                yield from commands(each)
+
+
+def test_an_option_of_several_values_is_given_once(capsys: Captured) -> None:
+    """argparse would keep the values of the last one alone. Other options may be repeated."""
+    names = set()
+    for parser in commands(make_parser()):
+        for action in parser._actions:
+            if not (action.option_strings and action.nargs in ("*", "+")):
+                continue
+            name = action.option_strings[-1]
+            choices = [str(each) for each in action.choices or ()]
+            value = choices[0] if choices else "1"
+            names.add(name)
+            # Before --help, which would end the command, and before what is required.
+            with pytest.raises(SystemExit, match="2"):
+                parser.parse_args([name, value, name, value, "--help"])
+            assert capsys.readouterr().err == (
+                f"error: {name} is given twice; give all values after one {name}; see "
+                f"`{parser.prog} --help`\n"
+            )
+            with pytest.raises(SystemExit, match="0"):
+                parser.parse_args([name, value, value, "--help"])
+            capsys.readouterr()
+    assert {"--plans", "--batch", "--tp", "--layouts", "--only", "--shapes"} <= names
+    words = ["generate", "x", "--prompt", "a", "--prompt", "b"]
+    assert parse_words(make_parser(), words).prompt == ["a", "b"]
 
 
 def test_an_argument_may_be_absent() -> None:

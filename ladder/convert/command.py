@@ -171,11 +171,11 @@ def _write_config(
     weights: str | None,
 ) -> None:  # fmt: skip
     data = read_json(source / "config.json")
-    kept, eos = huggingface_config(data), data.get("eos_token_id")
+    kept = huggingface_config(data)
     if to == "ladder":
-        write_config(folder, config, eos, kept, weights)
+        write_config(folder, config, data.get("eos_token_id"), kept, weights)
     else:
-        found = config_to_huggingface(config, dtype, kept, eos)
+        found = config_to_huggingface(config, dtype, kept, data)
         write_text(folder / "config.json", json.dumps(found, indent=2) + "\n")
 
 

@@ -64,7 +64,7 @@ def recipes(source: ModelConfig, target: ModelConfig) -> list[Recipe]:
     same = source.plan.sublayers == target.plan.sublayers
     if same and source.tp_degree == target.tp_degree:
         return [Recipe(name, tuple(shape)) for name, shape in old.shapes.items()]
-    if not all(source.plan.equal_reads) or len(source.plan.sublayers) != 2 * source.num_layers:
+    if not source.has_usual_norms:
         raise UserError(
             f"plan {source.plan.name!r} of the source has norms that other plans lack (shared by "
             f"attention and MLP, or one for each of its T ranks); convert a model of another plan"

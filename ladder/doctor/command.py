@@ -12,9 +12,11 @@ import platform
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 from ladder.doctor import installation, machine
 from ladder.doctor.check import DoctorCheck, run_check, run_check_with_torch
+from ladder.next_step import free, say_next
 
 
 def examine() -> list[DoctorCheck]:
@@ -70,17 +72,26 @@ def report(checks: Iterable[DoctorCheck]) -> str:
         for status in ("ok", "missing", "failed")
     )
     broken = [check.name for check in checks if check.core and check.status != "ok"]
+    failed = [check.name for check in checks if check.status == "failed"]
     verdict = f"ladder cannot work here: {', '.join(broken)}" if broken else "ladder works here"
+    if failed and not broken:
+        verdict += f", except {', '.join(failed)}"
     return "\n".join((*lines, "", f"{verdict} ({counts})"))
 
 
 def main(as_json: bool = False) -> int:
-    """Print the report; as JSON: {"ok": ..., "checks": [...]}. Returns 0 if all core checks are ok,
-    else 1."""
+    """Print the report and what to do next; as JSON: {"ok": ..., "checks": [...]}. Returns 0 if all
+    core checks are ok, else 1."""
     checks = examine()
     ok = all(check.status == "ok" for check in checks if check.core)
     if as_json:
         print(json.dumps({"ok": ok, "checks": [asdict(check) for check in checks]}, indent=2))
     else:
         print(report(checks))
+        failed = [check for check in checks if check.status == "failed"]
+        if failed:
+            print(f"next: mend {failed[0].name}: {failed[0].detail}")
+        elif ok:
+            out = free(Path("runs/tokenizer"))
+            say_next("tokenizer", "train", "--vocab-size", 1024, "--out", out)
     return 0 if ok else 1

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-
-from ladder.next_step import free, say_next
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -15,8 +12,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from ladder.doctor.command import main
 
-    code = main(options.json)
-    if not code and not options.json:
-        out = free(Path("runs/tokenizer"))
-        say_next("tokenizer", "train", "--vocab-size", 1024, "--out", out)
-    return code
+    return main(options.json)

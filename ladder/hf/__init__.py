@@ -17,8 +17,8 @@ from ladder.models.errors import UserError
 try:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from ladder.hf.configuration import LadderConfig
     from ladder.hf.model import LadderForCausalLM, export, parallelize
-    from ladder.hf.modeling import LadderConfig
 except ImportError as error:
     # Not an ImportError, after which a program that imports this as a plugin may go on without it.
     try:

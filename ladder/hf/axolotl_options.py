@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from ladder.checkpoint import read_config
 from ladder.config import load_plan
-from ladder.hf.modeling import LadderConfig
+from ladder.hf.configuration import LadderConfig
 from ladder.models.errors import UserError
 
 PLUGIN = "ladder.hf.axolotl.LadderPlugin"

@@ -1,4 +1,4 @@
-"""LadderConfig and LadderForCausalLM: the Transformer as a model of transformers.
+"""LadderForCausalLM: the Transformer as a model of transformers.
 
 `save_pretrained` writes this file and the ladder modules that it imports into every folder (see
 ladder.hf.bundle). So its imports are few, and all at the top.
@@ -9,135 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ladder.config import load_plan
 from ladder.hf.attending import LadderCache, given_mask, packed, refuse_forms
-from ladder.hf.refusals import refuse_attention, refuse_devices, refuse_options, refuse_replicas
-from ladder.hf_config import config_from_huggingface, refuse_quantised
-from ladder.models.config import ModelConfig
+from ladder.hf.configuration import LadderConfig
+from ladder.hf.refusals import (
+    refuse_attention,
+    refuse_config,
+    refuse_devices,
+    refuse_options,
+    refuse_replicas,
+)
 from ladder.models.errors import UserError
 from ladder.models.sublayers import Context, Sublayer
-from ladder.models.transformer import Transformer, default_parts, tensor_shapes
+from ladder.models.transformer import Transformer, default_parts
 from ladder.reader import TensorReader
-
-IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-KEPT = (*IDS, "dtype", "torch_dtype")  # of another architecture's config.json
-
-
-class LadderConfig(PreTrainedConfig):
-    """The config.json of our folders; `model` holds the fields of ModelConfig.
-
-    `LadderConfig.from_pretrained` also reads the architectures of config_from_huggingface. Its
-    arguments `plan` and `tp_degree` replace those of the folder.
-    """
-
-    model_type = "ladder"
-    has_no_defaults_at_init = True
-    auto_map: ClassVar[dict[str, str]] = {}  # trl reads it; save_pretrained fills it
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers' way)
-
-    model: dict | None = None
-    use_cache: bool = True
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if not isinstance(self.model, dict):
-            raise UserError(
-                f"model={self.model!r} of a LadderConfig must be ModelConfig's fields: give "
-                f"LadderConfig(model=ModelConfig(...).to_dict()), or load one by from_pretrained"
-            )
-        refuse_quantised(kwargs, "the model's config.json")
-        config = ModelConfig.from_dict(self.model)
-        config.refuse_no_comm()
-        self.model = config.to_dict()
-        super().__post_init__(**kwargs)
-
-    @property
-    def resolved(self) -> ModelConfig:
-        assert self.model is not None
-        return ModelConfig.from_dict(self.model)
-
-    @property
-    def tie_word_embeddings(self) -> bool:
-        return self.resolved.tie_embeddings
-
-    @tie_word_embeddings.setter
-    def tie_word_embeddings(self, value: bool) -> None:  # PEFT, which merges into two weights
-        self.model = {**self.resolved.to_dict(), "tie_embeddings": value}
-
-    def to_dict(self) -> dict[str, Any]:
-        # PEFT reads it here, and then ties the adapters of trained tokens.
-        return {**super().to_dict(), "tie_word_embeddings": self.tie_word_embeddings}
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """The keys of config.json, where `model` says it."""
-        found = super().to_diff_dict()
-        return {key: value for key, value in found.items() if key != "tie_word_embeddings"}
-
-    @classmethod
-    def get_config_dict(cls, path: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """transformers' method, which also translates config.json files of other architectures."""
-        data, rest = super().get_config_dict(path, **kwargs)
-        if data and data.get("model_type") != cls.model_type:
-            model = config_from_huggingface(data, f"config.json of {path}").to_dict()
-            data = {"model_type": cls.model_type, "model": model} | {
-                name: data[name] for name in KEPT if name in data
-            }
-        return data, rest
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        plan, tp_degree = kwargs.pop("plan", None), kwargs.pop("tp_degree", None)
-        if plan is not None:
-            model = config_dict.get("model")
-            config_dict = {**config_dict, "model": rewired(model, load_plan(plan), tp_degree)}
-        elif tp_degree is not None:
-            raise UserError(f"tp_degree={tp_degree} goes with a plan; give plan= too")
-        original = config_dict.get("huggingface")  # of a folder that `ladder convert` made
-        if isinstance(original, dict):
-            ids = {name: original[name] for name in IDS if name in original}
-            config_dict = {**ids, **config_dict}
-        return super().from_dict(config_dict, **kwargs)
-
-
-def _field(name: str) -> property:
-    return property(lambda config: config.model[name])
-
-
-for _theirs, _ours in {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "max_position_embeddings": "max_seq_len",
-}.items():  # names that transformers reads from any config
-    setattr(LadderConfig, _theirs, _field(_ours))
-
-
-def rewired(model: Any, plan: Any, tp_degree: int | None) -> dict[str, Any]:
-    """The fields `model` of a config with another plan that has the same tensors."""
-    old = ModelConfig.from_dict(model)
-    new = replace(old, plan=plan, tp_degree=tp_degree)
-    new.refuse_no_comm()
-    if tensor_shapes(old) != tensor_shapes(new):
-        raise UserError(
-            f"plan={new.plan.name!r} has other norms than {old.plan.name!r}, which the folder "
-            f"holds; convert the folder first: ladder convert FOLDER --plan PLAN --out OUT"
-        )
-    return new.to_dict()
 
 
 class LadderModel(nn.Module):
@@ -261,7 +154,9 @@ class LadderForCausalLM(PreTrainedModel, GenerationMixin):
     _keys_to_ignore_on_load_unexpected = [r"rotary_emb\.inv_freq"]  # noqa: RUF012
 
     def __init__(self, config: LadderConfig) -> None:
+        refuse_config(config)
         super().__init__(config)
+        self.name_or_path = config.adapter_base
         # With given parts no weights are drawn: `_init_weights` does, unless they are loaded.
         self.wrap(Transformer(config.resolved, default_parts(config.resolved)))
         self.post_init()

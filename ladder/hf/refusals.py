@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from ladder.models.errors import UserError
 
@@ -23,10 +24,32 @@ def refuse_options(options: dict[str, Any]) -> None:
             f"use_safetensors={options['use_safetensors']!r} would unpickle the folder's "
             f"weights; leave it out"
         )
+    if isinstance(config := options.get("config"), PreTrainedConfig):
+        refuse_config(config)
+        for name in ("plan", "tp_degree"):
+            if name in options:
+                raise UserError(
+                    f"{name}={options[name]!r} beside config= has no effect: give {name} to "
+                    f"LadderConfig.from_pretrained, or leave config out"
+                )
+
+
+def refuse_config(config: PreTrainedConfig) -> None:
+    """Raise UserError for a config of another class, such as AutoConfig's for a Llama's folder."""
+    if config.model_type != "ladder":
+        raise UserError(
+            f"config is a {type(config).__name__}; give LadderConfig.from_pretrained(FOLDER, "
+            f"plan=...), or leave config out"
+        )
 
 
 def refuse_attention(implementation: str | None) -> None:
     """Raise UserError for an attention of transformers' that our models would not call."""
+    if implementation is not None and implementation.startswith("paged|"):  # by generate_batch
+        raise UserError(
+            f"attn_implementation={implementation!r}: generate_batch (continuous batching) is not "
+            f"supported; use generate, or ladder.infer.engine.Engine"
+        )
     if implementation not in (None, "sdpa"):
         raise UserError(
             f"attn_implementation={implementation!r} is not for our models, whose attention is "

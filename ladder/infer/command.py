@@ -122,8 +122,8 @@ def _encoded(
 ) -> list[list[int]]:
     """The tokens of each prompt. Raises UserError for one that does not fit the model's context."""
     prompts = []
-    for number, text in enumerate(options.prompt, 1):
-        what = line_name(options.prompts, number) if options.prompts else "--prompt"
+    for i, text in enumerate(options.prompt):
+        what = line_name(options.prompts, options.lines[i]) if options.prompts else "--prompt"
         if template is None:
             prompt = encode(tokenizer, text, what)
         else:

@@ -19,8 +19,9 @@ def line_name(file: str, number: int) -> str:
     return f"{'stdin' if file == '-' else file} line {number}"
 
 
-def read_prompts(file: str) -> list[str]:
-    """The prompts of --prompts: line n holds prompt n - 1. `-` is standard input.
+def read_prompts(file: str) -> dict[int, str]:
+    """The prompts of --prompts by the number of their line, from 1. Empty lines hold none. `-` is
+    standard input.
 
     Raises UserError for a line that is no JSON object with a text as its `prompt`.
     """
@@ -34,8 +35,10 @@ def read_prompts(file: str) -> list[str]:
         ) from error
     if not data.strip():
         raise UserError(f'--prompts={file} is empty; give lines such as {{"prompt": "The"}}')
-    prompts = []
-    for number, line in enumerate(data.rstrip().split(b"\n"), 1):
+    prompts = {}
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
         where = line_name(file, number)
         try:
             record = parse_json(line)
@@ -45,7 +48,7 @@ def read_prompts(file: str) -> list[str]:
         if not isinstance(prompt, str):
             found = f"prompt={prompt!r}" if isinstance(record, dict) else kind_of(record)
             raise UserError(f'{where} has {found}; write it as {{"prompt": "some text"}}')
-        prompts.append(prompt)
+        prompts[number] = prompt
     return prompts
 
 

@@ -62,7 +62,10 @@ def check_tp(tp: int) -> None:
         raise UserError(f"--tp={tp} must be 0 (all ranks) or more")
     if tp not in (0, processes):
         some = "1 process" if processes == 1 else f"{processes} processes"
-        raise UserError(f"--tp={tp} with {some}: start {tp}, with --nproc {tp}")
+        raise UserError(
+            f"--tp={tp} with {some}: start {tp}, with --nproc {tp}, or a script of your own with "
+            f"torchrun --nproc-per-node {tp}"
+        )
 
 
 def dtype_of(weights: str, dtype: str) -> str:
@@ -197,7 +200,7 @@ def load_for_inference(
     if processes == 1 and reducer not in ("auto", "async"):
         raise UserError(
             f"--reducer={reducer} with one process, which has nothing to reduce: leave it out, or "
-            f"start more processes with --nproc"
+            f"start more processes with --nproc or torchrun"
         )
     mesh = make_mesh(joined, processes)
     found = newest(Path(folder))

@@ -27,7 +27,8 @@ from ladder.parallel.overlap import slot_bytes
 def local_parameters(config: ModelConfig, tp: int) -> int:
     """The number of parameters of one of `tp` processes; tied ones count once.
 
-    Counted for the plan `standard`: plans differ only in their norms, by less than a thousandth.
+    Counted for the plan `standard`: plans differ only in their norms, of large models by less than
+    a thousandth.
     """
     config.check_divides(tp, "--tp")
     if config.has_usual_slots:

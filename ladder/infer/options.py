@@ -85,8 +85,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def check(options: argparse.Namespace) -> Sampling:
     """The sampling that the options ask for. Raises UserError for mistakes that cost no work.
 
-    It also reads the prompts of --prompts into `options.prompt`: ranks that a launcher starts have
-    no standard input.
+    It also reads the prompts of --prompts into `options.prompt`, and the numbers of their lines
+    into `options.lines`: ranks that a launcher starts have no standard input.
     """
     if options.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens={options.max_new_tokens} must be 1 or more")
@@ -105,7 +105,8 @@ def check(options: argparse.Namespace) -> Sampling:
             raise UserError(f"--out={options.out} is the file of --prompts; give another path")
         check_writable(options.out)
     if options.prompts is not None and options.prompt is None:
-        options.prompt = read_prompts(options.prompts)
+        found = read_prompts(options.prompts)
+        options.prompt, options.lines = list(found.values()), list(found)
     return sampling
 
 

@@ -103,9 +103,10 @@ class ModelConfig:
 
     num_layers: blocks of one attention and one MLP. max_seq_len: tokens. plan: any specification
     that `resolve_plan` accepts; the attribute is the resolved Plan. tp_degree: T if the plan
-    depends on it, else None. attention_bias: biases of all four projections; qkv_bias: biases of
-    q, k and v only (Qwen2). qk_norm: queries and keys are normed per head before the rotation
-    (Qwen3). mixer, feed_forward: what fills the two slots of a block (ladder.models.sublayers).
+    depends on it, by default the T that the plan states; else None. attention_bias: biases of all
+    four projections; qkv_bias: biases of q, k and v only (Qwen2). qk_norm: queries and keys are
+    normed per head before the rotation (Qwen3). mixer, feed_forward: what fills the two slots of a
+    block (ladder.models.sublayers).
     """
 
     vocab_size: int
@@ -141,6 +142,7 @@ class ModelConfig:
             if item.type == "float":
                 _check_positive(item.name, value)
                 object.__setattr__(self, item.name, float(value))
+        divided = ""
         if type(self.head_dim) is int and not self.head_dim:
             if self.hidden_size % self.num_heads:
                 raise UserError(
@@ -148,9 +150,12 @@ class ModelConfig:
                     f"num_heads={self.num_heads}; set head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+            divided = f" (hidden_size={self.hidden_size} / num_heads={self.num_heads})"
         _check_count("head_dim", self.head_dim)
         if self.head_dim % 2:
-            raise UserError(f"head_dim={self.head_dim} must be an even whole number above 0")
+            raise UserError(
+                f"head_dim={self.head_dim}{divided} must be an even whole number above 0"
+            )
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; "
@@ -178,6 +183,9 @@ class ModelConfig:
             self.check_divides(self.tp_degree, "tp_degree")
         plan = resolve_plan(self.plan, self.num_layers, self.tp_degree)
         object.__setattr__(self, "plan", plan)
+        if plan.depends_on_tp and self.tp_degree is None and plan.tp_degree is not None:
+            object.__setattr__(self, "tp_degree", plan.tp_degree)
+            self.check_divides(plan.tp_degree, "tp_degree")
         if plan.depends_on_tp and self.tp_degree is None:
             if plan.no_comm:
                 raise UserError(f"{self._no_comm()}, or set tp_degree for a benchmark")
@@ -198,6 +206,11 @@ class ModelConfig:
     def has_usual_slots(self) -> bool:
         """Whether blocks are attention and SwiGLU, which kernels, costs and Hugging Face know."""
         return (self.mixer, self.feed_forward) == ("attention", "swiglu")
+
+    @property
+    def has_usual_norms(self) -> bool:
+        """Whether each sublayer has one norm for all ranks, of which any plan's can be made."""
+        return all(self.plan.equal_reads) and len(self.plan.sublayers) == 2 * self.num_layers
 
     def check_divides(self, degree: int, option: str) -> None:
         """Raise UserError unless T = `degree` divides every dimension that is split."""

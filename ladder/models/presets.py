@@ -18,7 +18,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from ladder.models.errors import UserError, check_keys, is_whole, unknown
@@ -38,6 +38,7 @@ PRESETS = (
 
 MOST_LAYERS = 10_000  # of a model: a mistyped number would take endless time
 MOST_RANKS = 2**16
+SETTINGS = tuple(each.name for each in fields(SublayerRecord) if each.name != "kind")
 DIGITS = 9  # most digits of a number in a plan's text
 FILES = (".yaml", ".yml", ".json")  # that ladder.config reads; JSON is valid YAML
 
@@ -47,7 +48,8 @@ PlanSpec = str | Plan | Mapping[str, Any] | Sequence[Mapping[str, Any] | Sublaye
 def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) -> Plan:
     """Resolve `spec` for a model of `num_layers` layers.
 
-    tp_degree: T, if it is part of the model (`dtp-D` scales by its square root).
+    tp_degree: T, if it is part of the model (`dtp-D` scales by its square root); None: the T that
+        the specification states, if it does.
     Raises UserError for an invalid plan, and for one of another number of layers or another T.
     """
     num_layers = _whole("num_layers", num_layers, MOST_LAYERS)
@@ -128,7 +130,8 @@ def _from_mapping(spec: Mapping[str, Any], num_layers: int, tp_degree: int | Non
     own = spec.get("tp_degree")
     if own is not None:
         own = _whole("tp_degree", own, MOST_RANKS, f" of {where}")
-    records = tuple(_from_list(lists[0], num_layers, tp_degree, where))
+    degree = own if tp_degree is None else tp_degree
+    records = tuple(_from_list(lists[0], num_layers, degree, where))
     return Plan(records, name, tp_degree if own is None and _scaled(lists[0]) else own)
 
 
@@ -157,7 +160,10 @@ def _from_list(
         )
     entries = [asdict(each) if isinstance(each, SublayerRecord) else each for each in entries]
     if not all(isinstance(entry, Mapping) for entry in entries):
-        raise UserError(f"each entry of {plan} must be a mapping, as {{kind: mlp, own_lag: 1}}")
+        example = f"layers: 0-{num_layers - 1}, preset: ladder"
+        if any(isinstance(entry, Mapping) and "kind" in entry for entry in entries):
+            example = "kind: mlp, own_lag: 1"
+        raise UserError(f"each entry of {plan} must be a mapping, as {{{example}}}")
     if all("kind" in entry for entry in entries):
         return [
             SublayerRecord.from_dict(e, f"sublayer {n} of {plan}") for n, e in enumerate(entries)
@@ -218,9 +224,10 @@ def _entry_records(
         return _preset(str(entry["preset"]), layers, num_layers, tp_degree)
     if "attention+mlp" in entry and len(entry) > 1:
         raise UserError(f"{where} has attention+mlp beside attention or mlp; give one of them")
-    for kind, fields in entry.items():
-        if not isinstance(fields, Mapping | None):
-            raise UserError(f"{kind}={fields!r} of {where} must be fields, as {{own_lag: 1}}")
+    for kind, given in entry.items():
+        if not isinstance(given, Mapping | None):
+            raise UserError(f"{kind}={given!r} of {where} must be fields, as {{own_lag: 1}}")
+        check_keys(f"{kind} of {where}", given or (), SETTINGS)
     kinds = ("attention+mlp",) if "attention+mlp" in entry else ("attention", "mlp")
     layer = [
         SublayerRecord.from_dict({"kind": kind, **(entry.get(kind) or {})}, f"{kind} of {where}")

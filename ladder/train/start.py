@@ -4,7 +4,8 @@ A plan decides when outputs reach the residual; no weight depends on that. So pl
 kinds of sublayers, whose norms read equal residuals at the same reads, store the same tensors: a
 standard checkpoint also is one of a hybrid. Where ranks read residuals that differ (desync), each
 has a norm weight of its own, which begins as a copy of the checkpoint's. Other plans (`parallel`:
-one norm instead of two) need tensors that `ladder convert` makes.
+one norm instead of two) need tensors that `ladder convert` makes, from a model whose norms are not
+yet like that.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from ladder.models.transformer import Transformer, meta_model, tensor_shapes
 from ladder.parallel.sharding import initialise
 from ladder.train.config import TrainConfig
 from ladder.train.conversion import Schedule, make_schedule
+
+ONLY_LAGS = "choose a plan that changes only lags, such as hybrid"
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def _schedule(config: TrainConfig, model: ModelConfig, first: Plan) -> Schedule:
         stored = tuple(record.kind for record in plan.sublayers), tuple(plan.equal_reads)
         if stored not in seen:  # kinds and equal reads determine the tensors
             seen.add(stored)
-            check_same_tensors(model, replace(model, plan=plan), "convert_layers")
+            check_same_tensors(model, replace(model, plan=plan), "convert_layers", remedy=ONLY_LAGS)
     return schedule
 
 
@@ -114,19 +117,35 @@ def norms_per_rank(stored: ModelConfig, model: ModelConfig) -> list[str]:
 
 
 def check_same_tensors(
-    stored: ModelConfig, model: ModelConfig, where: str, apart: Collection[str] = ()
+    stored: ModelConfig,
+    model: ModelConfig,
+    where: str,
+    apart: Collection[str] = (),
+    remedy: str | None = None,
 ) -> None:
-    """Raise UserError unless both configs have the same tensors, except for those in `apart`."""
+    """Raise UserError unless both configs have the same tensors, except for those in `apart`.
+
+    remedy: what the error says to do; None: to convert `stored`, if it can be converted.
+    """
     before, after = tensor_shapes(stored), tensor_shapes(model)
     different = [n for n in {*before, *after} if before.get(n) != after.get(n) and n not in apart]
     if not different:
         return
     name = min(different)
     said = [str(list(found[name])) if name in found else "absent" for found in (before, after)]
+    degrees = ""
+    if None not in (degree := (stored.tp_degree, model.tp_degree)) and degree[0] != degree[1]:
+        degrees = f"tp_degree={degree[0]} there, tp_degree={degree[1]} here; "
+    if remedy is None and stored.has_usual_norms:
+        remedy = f"convert it first, with `ladder convert`, or {ONLY_LAGS}"
+    elif remedy is None:
+        remedy = (
+            "such a model cannot be converted; start from the model it was made from, or keep its "
+            "plan (leave plan and tp_degree out)"
+        )
     raise UserError(
         f"{where} has plan {stored.plan.name!r}, whose tensors are not those of plan="
-        f"{model.plan.name!r} ({name}: {said[0]} there, {said[1]} here); convert it first, with "
-        f"`ladder convert`, or choose a plan that changes only lags, such as hybrid"
+        f"{model.plan.name!r} ({degrees}{name}: {said[0]} there, {said[1]} here); {remedy}"
     )
 
 

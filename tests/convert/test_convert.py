@@ -93,6 +93,25 @@ def test_back_without_the_original_config(tmp_path: Path, family: str) -> None:
     assert kind == family.split(",")[0].split()[0].replace("mistral", "llama")
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_token_ids_go_back(tmp_path: Path, kept: bool) -> None:
+    """Those of our config.json, or of the original; LlamaConfig's default of bos_token_id is 1."""
+    convert(save(tmp_path / "hf"), tmp_path / "ours", "standard")
+    path = tmp_path / "ours" / "config.json"
+    if not kept:
+        edit(path, huggingface=None)
+    convert(tmp_path / "ours", tmp_path / "none", to="hf")
+    edit(path, bos_token_id=7, pad_token_id=9)
+    convert(tmp_path / "ours", tmp_path / "some", to="hf")
+    originals = json.loads((tmp_path / "hf" / "config.json").read_text())
+    for name, expected in (
+        ("none", (originals["bos_token_id"], originals["pad_token_id"]) if kept else (None, None)),
+        ("some", (7, 9)),
+    ):
+        found = transformers.AutoConfig.from_pretrained(tmp_path / name)
+        assert (found.bos_token_id, found.pad_token_id) == expected
+
+
 def test_an_original_config_that_is_no_longer_true_is_not_used(tmp_path: Path) -> None:
     """Say, after fine-tuning on longer sequences."""
     convert(save(tmp_path / "hf"), tmp_path / "ours", "standard")

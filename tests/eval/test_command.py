@@ -155,10 +155,11 @@ def test_a_run_that_fails_changes_nothing(
         for words, message in (
             (["--tp", "2", "--text", str(texts)], "--tp=2 with 1 process:"),
             (["--text", str(tmp_path / "short.txt")], "holds too little text"),
-            (f"--text {texts} --tasks local_cloze bad --include-path {tasks}".split(),
+            (["bad", "--text", str(texts), "--include-path", str(tasks)],
              "task 'bad' cannot be loaded"),
         ):  # fmt: skip
-            assert main([*command[:-1], "--overwrite", *words]) == 2
+            tasks_last = [*command[:-3], "--overwrite", "--tasks", "local_cloze"]
+            assert main([*tasks_last, *words]) == 2
             assert message in capsys.readouterr().err
         with monkeypatch.context() as patched:
             patched.setattr("ladder.eval.command.load_for_inference", lambda *_, **__: 1 / 0)

@@ -25,7 +25,7 @@ from ladder.config import model_config  # noqa: E402
 from ladder.convert.command import convert  # noqa: E402
 from ladder.hf import LadderForCausalLM  # noqa: E402
 from ladder.hf.bundle import bundle  # noqa: E402
-from ladder.hf.modeling import LadderConfig, rewired  # noqa: E402
+from ladder.hf.configuration import LadderConfig, rewired  # noqa: E402
 from ladder.infer.engine import generate  # noqa: E402
 from ladder.models import Transformer, UserError  # noqa: E402
 from ladder.parallel.reducers import AsyncReducer  # noqa: E402

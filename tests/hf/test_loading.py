@@ -17,14 +17,15 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from ladder.checkpoint import write_config
 from ladder.convert.command import convert
 from ladder.hf import LadderConfig, LadderForCausalLM
 from ladder.hf.refusals import refuse_devices
 from ladder.models import UserError
-from tests.folders import TOKENS, make, save_llama, save_ours
+from tests.folders import TOKENS, YARN, make, save_llama, save_ours
+from tests.hf.models import wrapped
 
 
 def edited(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
@@ -130,7 +131,7 @@ def test_what_would_quantise_is_refused(tmp_path: Path, options: dict[str, Any])
             loader.from_pretrained(tmp_path, **options)
 
 
-@pytest.mark.parametrize("name", ["eager", "flash_attention_2", "paged|sdpa"])
+@pytest.mark.parametrize("name", ["eager", "flash_attention_2"])
 def test_another_attention_is_refused(tmp_path: Path, name: str) -> None:
     """It would not be called; transformers accepts one, and tells to install the other."""
     save_ours(tmp_path, make("ladder", None))
@@ -145,10 +146,95 @@ def test_another_attention_is_refused(tmp_path: Path, name: str) -> None:
         AutoModelForCausalLM.from_config(model.config, attn_implementation=name)
 
 
+def test_continuous_batching_is_refused() -> None:
+    """It sets an attention that nobody has given."""
+    said = r"generate_batch \(continuous batching\) is not supported; use generate, or ladder.infer"
+    with pytest.raises(UserError, match=said):
+        wrapped().generate_batch([[1, 2, 3]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_hidden_layers", 1, "cannot replace 2 .*: change .*`model.num_layers`"),
+        ("vocab_size", 90, "cannot replace 91 .*: change vocab_size in the folder's config.json"),
+        ("rope_theta", 5e5, "cannot replace 10000.0 .*: change rope_theta in the folder's"),
+        ("rope_scaling", {"rope_type": "linear", "factor": 4.0}, "cannot replace None"),
+        ("rope_parameters", {"rope_type": "linear", "factor": 4.0}, "cannot replace None"),
+        ("rms_norm_eps", 0.1, "cannot replace 1e-05 .*`model.norm_eps`"),
+        ("attention_bias", True, "cannot replace False"),
+        ("mlp_bias", True, "cannot replace False"),
+        ("hidden_act", "gelu", "is not supported: our models compute hidden_act='silu'; leave it"),
+        ("sliding_window", 8, "is not supported: our models compute sliding_window=None; leave it"),
+    ],
+)
+def test_numbers_that_a_loaded_config_would_ignore_are_refused(
+    tmp_path: Path, name: str, value: Any, message: str
+) -> None:
+    """A Llama's config changes what its model computes, and ours would go on with the old one."""
+    save_llama(tmp_path, rms_norm_eps=1e-5)
+    config = LadderConfig.from_pretrained(tmp_path)
+    said = f"{name}={re.escape(repr(value))} .*{message}"
+    for change in (
+        lambda: LadderConfig.from_pretrained(tmp_path, **{name: value}),
+        lambda: LadderForCausalLM.from_pretrained(tmp_path, **{name: value}),
+        lambda: setattr(config, name, value),
+    ):
+        with pytest.raises(UserError, match=said):
+            change()
+    config.save_pretrained(tmp_path / "ours")
+    with pytest.raises(UserError, match=said):
+        AutoConfig.from_pretrained(tmp_path / "ours", **{name: value})
+
+
+def test_numbers_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    config = LadderConfig.from_pretrained(tmp_path)
+    same: dict[str, Any] = {"hidden_act": "silu", "sliding_window": None, "num_hidden_layers": 2}
+    same |= {"rope_theta": 10000.0, "rope_scaling": None}
+    assert LadderForCausalLM.from_pretrained(tmp_path, **same).config.resolved == config.resolved
+
+
+def test_the_longest_sequence_can_be_changed(tmp_path: Path) -> None:
+    """As a Llama's; but where yarn's frequencies depend on it, in the file only."""
+    save_llama(tmp_path)
+    model = LadderForCausalLM.from_pretrained(tmp_path, max_position_embeddings=8)
+    assert model.config.max_position_embeddings == model.transformer.config.max_seq_len == 8
+    with pytest.raises(UserError, match="max_seq_len=8"):
+        model(TOKENS)
+    yarn = {name: value for name, value in YARN.items() if not name.startswith("original")}
+    save_llama(tmp_path / "yarn", rope_parameters=yarn)
+    with pytest.raises(UserError, match="max_position_embeddings=8 cannot replace 64 in a config"):
+        LadderConfig.from_pretrained(tmp_path / "yarn", max_position_embeddings=8)
+
+
+def test_an_early_exit_is_refused() -> None:
+    with pytest.raises(UserError, match=r"generate's assistant_early_exit, .*: leave it out"):
+        wrapped().generate(TOKENS[:1] % 67, max_new_tokens=2, assistant_early_exit=1)
+
+
+def test_a_config_of_another_class_is_refused(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    theirs, ours = (each.from_pretrained(tmp_path) for each in (AutoConfig, LadderConfig))
+    said = r"config is a LlamaConfig; give LadderConfig.from_pretrained\(FOLDER, plan=...\), or"
+    for build in (
+        lambda: LadderForCausalLM(theirs),
+        lambda: LadderForCausalLM.from_pretrained(tmp_path, config=theirs),
+        lambda: LadderForCausalLM.from_pretrained(tmp_path, config=theirs, plan="ladder"),
+    ):
+        with pytest.raises(UserError, match=said):
+            build()
+    with pytest.raises(UserError, match="plan='ladder' beside config= has no effect: give plan to"):
+        LadderForCausalLM.from_pretrained(tmp_path, config=ours, plan="ladder")
+
+
 def test_a_config_without_a_shape_says_how_to_give_one() -> None:
     said = r"model=None of a LadderConfig .*LadderConfig\(model=ModelConfig\(...\).to_dict\(\)\)"
     with pytest.raises(UserError, match=said):
         AutoModelForCausalLM.from_config(LadderConfig())
+    for given in ({}, {"plan": "ladder"}, {"rope_theta": 5e5}):
+        with pytest.raises(UserError, match=said):
+            LadderConfig.from_dict({"model_type": "ladder"}, **given)
 
 
 def test_a_plan_may_be_a_file(tmp_path: Path) -> None:

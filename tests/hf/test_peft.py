@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from transformers import AutoModelForCausalLM
+
 from ladder.checkpoint import load_model
 from ladder.hf import LadderForCausalLM
 from ladder.models import UserError
 from ladder.models.layers import ColumnParallelLinear, KVParallelLinear, RowParallelLinear
+from tests.folders import save_llama
 from tests.hf.models import wrapped
 from tests.infer import engines
 
@@ -173,3 +176,33 @@ def test_embeddings_heads_and_norms_are_trained(
             assert torch.allclose(logits, expected, atol=1e-4)
     apart = "modules_to_save" in options and "ensure_weight_tying" not in options
     assert again.config.tie_word_embeddings == (tied and not apart)
+
+
+@pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")
+def test_an_adapter_does_not_lose_its_models_plan(tmp_path: Path) -> None:
+    """Its folder names only the base model's folder, which without the plan computes another
+    function."""
+    peft = pytest.importorskip("peft")
+    llama, adapter = str(tmp_path / "llama"), str(tmp_path / "adapter")
+    save_llama(tmp_path / "llama")
+
+    def load(plan: str) -> LadderForCausalLM:
+        model = LadderForCausalLM.from_pretrained(llama, plan=plan)
+        assert model.config.name_or_path == llama  # where trainers look for its tokenizer
+        return model
+
+    assert load("standard").name_or_path == llama
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    config.init_lora_weights = False
+    model = peft.get_peft_model(load("ladder"), config).eval()
+    model.save_pretrained(adapter)
+    for loader in (AutoModelForCausalLM, peft.AutoPeftModelForCausalLM):
+        with pytest.raises(OSError, match=r"llama under plan 'ladder': give the base model by"):
+            loader.from_pretrained(adapter)
+    again = peft.PeftModel.from_pretrained(load("ladder"), adapter)
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+    model.unload().save_pretrained(tmp_path / "ours")
+    assert "_rewired" not in (tmp_path / "ours" / "config.json").read_text()
+    saved = LadderForCausalLM.from_pretrained(tmp_path / "ours")
+    assert saved.name_or_path == str(tmp_path / "ours")

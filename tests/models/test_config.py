@@ -41,6 +41,21 @@ def test_config_ties_tp_degree_to_the_plan() -> None:
     assert small_config("desync-2x", tp_degree=4, num_heads=8, num_kv_heads=2).tp_degree == 4
 
 
+def test_a_plan_that_states_its_degree() -> None:
+    """It is the model's, if none is given; where the plan does not depend on T, it is not."""
+    ranges = [{"layers": "0-3", "preset": "accumulate-4x-lag2"}]
+    config = small_config({"tp_degree": 2, "layers": ranges})
+    assert config == small_config({"tp_degree": 2, "layers": ranges}, tp_degree=2)
+    assert config.tp_degree == small_config(config.plan).tp_degree == 2
+    desync = [{"layers": "0-3", "preset": "desync-2x"}]  # without sqrt(T)
+    assert small_config({"tp_degree": 2, "layers": desync}).tp_degree == 2
+    assert small_config({"tp_degree": 2, "layers": [{"layers": "0-3"}]}).tp_degree is None
+    with pytest.raises(UserError, match="holds records of another T, tp_degree=2"):
+        small_config({"tp_degree": 2, "layers": ranges}, tp_degree=4)
+    with pytest.raises(UserError, match=r"^tp_degree=3 does not divide num_heads=4"):
+        small_config({"tp_degree": 3, "layers": ranges})
+
+
 @pytest.mark.parametrize("field", ["attention_bias", "mlp_bias"])
 @pytest.mark.parametrize("name", ["desync-2x", "dtp-1", "own at once, peers 1 later", "none"])
 def test_output_bias_needs_equal_residuals(name: str, field: str) -> None:
@@ -57,7 +72,8 @@ def test_output_bias_needs_equal_residuals(name: str, field: str) -> None:
         ({"num_layers": True}, ["num_layers=True"]),
         ({"max_seq_len": -1}, ["max_seq_len=-1"]),
         ({"hidden_size": 30}, ["hidden_size=30", "num_heads=4", "head_dim"]),
-        ({"head_dim": 5}, ["head_dim=5", "even"]),
+        ({"head_dim": 5}, ["head_dim=5 must be an even"]),
+        ({"hidden_size": 20}, ["head_dim=5 (hidden_size=20 / num_heads=4) must be an even"]),
         ({"head_dim": -2}, ["head_dim=-2"]),
         ({"num_kv_heads": 3}, ["num_heads=4", "num_kv_heads=3; choose"]),
         ({"attention_bias": True, "qkv_bias": True}, ["qkv_bias=True", "attention_bias=True"]),

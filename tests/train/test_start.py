@@ -185,11 +185,32 @@ def test_what_does_not_fit_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_another_t_is_refused(corpus: Path, tmp_path: Path, standard: Path) -> None:
-    """Norms of two ranks are no norms of four."""
-    convert(newest(standard), tmp_path / "two", "desync-2x", 2)
-    config = from_run(corpus, tmp_path / "run", tmp_path / "two", plan="desync-2x", tp_degree=4)
-    with pytest.raises(UserError, match=r"\[2, 32\] there, \[4, 32\] here.*`ladder convert`"):
+def test_norms_that_no_other_plan_has(corpus: Path, tmp_path: Path, standard: Path) -> None:
+    """Norms of two ranks are no norms of four, nor shared ones. `ladder convert` refuses them, too,
+    so it is no remedy."""
+    remedy = "such a model cannot be converted; start from the model it was made from, or keep its"
+    for source, degree, changes, said in (
+        ("desync-2x", 2, {"plan": "desync-2x", "tp_degree": 4},
+         r"tp_degree=2 there, tp_degree=4 here; .*: \[2, 32\] there, \[4, 32\] here"),
+        ("desync-2x", 2, {"plan": "ladder"}, r"plan='ladder' \(model.*: \[2, 32\] there, \[32\] h"),
+        ("parallel", None, {"plan": "ladder"}, r"absent there, \[32\] here"),
+    ):  # fmt: skip
+        folder = tmp_path / source
+        if not folder.exists():
+            convert(newest(standard), folder, source, degree)
+        config = from_run(corpus, tmp_path / "run", folder, **changes)
+        with pytest.raises(UserError, match=f"{said}.*{remedy} plan") as error:
+            train(config, device="cpu")
+        assert "ladder convert" not in str(error.value)
+        with pytest.raises(UserError, match="convert a model of another plan"):
+            convert(folder, tmp_path / "again", changes["plan"], changes.get("tp_degree"))
+
+
+def test_a_schedule_has_plans_of_the_same_tensors(corpus: Path, tmp_path: Path) -> None:
+    """Without `init` nothing could be converted first."""
+    schedule = {"start_step": 1, "every": 1}
+    config = recipe(corpus, tmp_path / "run", plan="parallel", steps=8, convert_layers=schedule)
+    with pytest.raises(UserError, match=r"convert_layers has .* here\); choose a plan that"):
         train(config, device="cpu")
 
 
