@@ -75,6 +75,7 @@ LADDERS = "fitted: what a ladder's steps of {} ask for, their mean; {}"
 PAIR, SINGLE = "half-8b (two H200s)", "quarter-8b (one)"
 OF_TWO = "2026-11-30-formats-half-8b-h200x2.jsonl"
 OF_ONE = "2026-11-30-formats-quarter-8b-h200.jsonl"
+OF_TODAY = "2026-11-30-today-quarter-8b-h200.jsonl"
 QKV = "2026-11-30-qkv-quarter-8b-h200.jsonl"
 IN_BLOCKS = "2026-11-30-block-pieces-quarter-8b-h200.jsonl"
 IN_INT8 = "2026-11-30-int8-pieces-quarter-8b-h200.jsonl"
@@ -84,7 +85,10 @@ ASKED = {
         f"{PAIR}, {SINGLE} and, of one sequence, a 2b-class (four)",
         f"{OF_TWO}, {OF_ONE}, {OF_FOUR}",
     ),
-    "fp8": (f"{PAIR} and, of 4 and 8, {SINGLE}", f"{OF_TWO}, {QKV}"),
+    "fp8": (
+        f"{PAIR} and, of 4, 8 and 64, {SINGLE}; of 64 that of {PAIR} with the cuts before",
+        f"{OF_TWO}, {QKV}, {OF_TODAY}, 2026-11-29-half-8b-ahead-h200x2.jsonl",
+    ),
     "fp8-block": (f"{SINGLE} and, of one sequence, {PAIR}", f"{IN_BLOCKS}, {OF_TWO}"),
     "int8": (SINGLE, IN_INT8),
 }

@@ -45,7 +45,7 @@ from ladder.perf.machine import (
     worst,
 )
 from ladder.perf.riders import TODAY, Kernels, added
-from ladder.perf.rows import between, converting, product, rows_measured
+from ladder.perf.rows import between, converting, product, read_rate, rows_measured
 from ladder.perf.slowdowns import Slowdowns
 
 WAY = {"push": "push", "async": "nccl"}
@@ -122,6 +122,7 @@ class DecodeCost:
         self.both = self._both()
         self.few = kernels.wide and self.heads <= FEW_HEADS and context <= 64 * FEW_BLOCKS
         self.memory = 1e6 * machine.value("copy_tb_s")  # bytes a microsecond
+        self.reads = max(self.memory, read_rate(machine) if kernels.wide else 0.0)
         self.landings = bool(machine.family("landing"))
 
     def _both(self) -> float:
@@ -244,7 +245,9 @@ class DecodeCost:
             us = self(operation)
             idle = self.crossing.get(operation.index, 0.0)
             idle += 0.0 if self.kernels.wide else self.small / 2
-            found = max(0.0, 1.0 - idle / us), self._bytes(operation) / (self.memory * us)
+            # Products read faster than copies do; attention does not, in steps of long contexts.
+            rate = self.reads if operation.kind == "product" else self.memory
+            found = max(0.0, 1.0 - idle / us), self._bytes(operation) / (rate * us)
             if operation.kind == "attention" and self.few:
                 found = found[0] * FEW_PROGRAMS / MULTIPROCESSORS, found[1]
             self._known_shares[operation.index] = found
