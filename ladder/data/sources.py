@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ladder.data.formats import Document, Field, FilePart, Source, form, read_documents
+from ladder.data.index import INDEX, TOKEN_BYTES
 from ladder.data.streams import SCHEME, Stream, parse_stream
 from ladder.models.errors import UserError, unknown
 from ladder.progress import Progress
@@ -199,6 +200,12 @@ def _find(paths: Iterable[str | Path], recorded: Mapping[str, str] | None) -> li
             continue
         path = Path(given)
         if os.path.isdir(path):
+            if all((path / name).is_file() for name in (INDEX, TOKEN_BYTES)):
+                raise UserError(
+                    f"data path {str(path)!r} is a folder of prepared data, and not of text; give "
+                    f"the text that it was made from (`ladder eval --text` takes such a folder, "
+                    f"alone)"
+                )
             files = [(file.relative_to(path).as_posix(), file) for file in _walk(path)]
         elif os.path.isfile(path):
             files = [(path.name, path)]

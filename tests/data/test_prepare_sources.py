@@ -394,3 +394,12 @@ def test_options_of_text_and_of_conversations_exclude_each_other(
 def test_counts_are_positive(tokenizer: Path, tmp_path: Path, option: str) -> None:
     with pytest.raises(UserError, match=f"{option}=0 must be 1 or more"):
         prepare([tokenizer], tokenizer, tmp_path / "out", **{option: 0})  # type: ignore[arg-type]
+
+
+def test_prepared_folders_are_no_text(tokenizer: Path, tmp_path: Path) -> None:
+    """Their shards would be read as text, or refused as no UTF-8."""
+    source = tmp_path / "text.jsonl"
+    write_jsonl(source, TEXTS)
+    prepare([source], tokenizer, tmp_path / "data")
+    with pytest.raises(UserError, match=r"data path '.*data' is a folder of prepared data, and not"):
+        prepare([source, tmp_path / "data"], tokenizer, tmp_path / "again")

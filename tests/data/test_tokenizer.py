@@ -144,9 +144,9 @@ def test_a_sentencepiece_model_is_not_taken_for_none(tmp_path: Path) -> None:
 def test_a_name_on_the_hub_is_told_how_to_fetch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For models and tokenizers alike; not for mistyped paths."""
+    """For models and tokenizers alike; not for mistyped paths, nor for folders that commands write,
+    before `runs` exists."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
     fetch = "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B"
     for read in (load_tokenizer, newest):
         with pytest.raises(UserError, match=fetch):
