@@ -401,5 +401,5 @@ def test_prepared_folders_are_no_text(tokenizer: Path, tmp_path: Path) -> None:
     source = tmp_path / "text.jsonl"
     write_jsonl(source, TEXTS)
     prepare([source], tokenizer, tmp_path / "data")
-    with pytest.raises(UserError, match=r"data path '.*data' is a folder of prepared data, and not"):
+    with pytest.raises(UserError, match=r"data path '.*data' is a folder of prepared data"):
         prepare([source, tmp_path / "data"], tokenizer, tmp_path / "again")
