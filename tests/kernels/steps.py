@@ -90,7 +90,7 @@ MORE = (
         for batch in (1, 2, 16, 64)
     ),
     *(Step("ladder", 2, 1, weights=kind) for kind in QUANTISED),
-    *(Step("ladder", 2, 32, weights=kind) for kind in ("fp8", "int8")),
+    *(Step("ladder", 2, 32, weights=kind) for kind in QUANTISED),
     Step("ladder", 2, 64, weights="int8"),
     *(Step(plan, 2, 32) for plan in ("ladder", "standard")),
     *(Step("ladder", 8, batch) for batch in (4, 16, 64)),
