@@ -65,7 +65,9 @@ class Prediction:
     machine's fitted values. graph, times: all operations and when they run on one of equal ranks,
     for pictures and traces. estimate: the time of one operation alone. waiting_us: the part of
     `us` that unequal ranks add (`simulate.Skew`). unmeasured: the slowdowns of concurrent
-    operations that nobody measured, with their sources.
+    operations that nobody measured, with their sources. earlier: the operations of one of a
+    training step's micro-batches before the last one, which `graph` has, when they run, and the
+    number of these micro-batches; the optimiser at their end does not run.
     """
 
     us: float
@@ -81,6 +83,7 @@ class Prediction:
     path: dict[int, float]
     waiting_us: float = 0.0
     unmeasured: tuple[str, ...] = ()
+    earlier: tuple[Graph, Times, int] | None = None
 
     @cached_property
     def bases(self) -> dict[Basis, float]:

@@ -45,7 +45,7 @@ def train(
     found = prediction_of(step.graph, step.times, bare, step.cost, step.cost.machine, step.added)
     earlier = step.earlier
     return found if not earlier else replace(
-        found, us=found.us + earlier,
+        found, us=found.us + earlier, earlier=step.before,
         limits=tuple(
             (name, us if name == WAITING else us * (1 + earlier / step.times.total))
             for name, us in found.limits
@@ -67,13 +67,14 @@ def train_us(
 @dataclass(frozen=True)
 class Step:
     """A simulated training step. added: microseconds that unequal ranks add. earlier: those of all
-    micro-batches but the last one, which `times` has."""
+    micro-batches but the last one, which `times` has. before: see `Prediction.earlier`."""
 
     graph: Graph
     times: Times
     cost: TrainingCost
     earlier: float
     added: float
+    before: tuple[Graph, Times, int] | None
 
     @property
     def us(self) -> float:
@@ -113,7 +114,7 @@ def _timed(
         graph = training(plan, style, how, fused)
         times = limited(graph, cost)
         added = waiting(graph, cost, cost.beside, times.total, ranks, shape.tp, jitter)
-        earlier = 0.0
+        earlier, passes = 0.0, None
         if batch > micro:
             # DDP leaves earlier micro-batches' gradients where they are. FSDP does, too, and adds
             # them whole; their scatter stands for that here, which the records of FSDP bear out.
@@ -123,7 +124,8 @@ def _timed(
             more = waiting(before, cost, cost.beside, found.total, ranks, shape.tp, jitter)
             added += (batch // micro - 1) * more
             earlier = (batch // micro - 1) * (found.total - cost(before.operations[-1]))
-        return Step(graph, times, cost, earlier, added)
+            passes = before, found, batch // micro - 1
+        return Step(graph, times, cost, earlier, added, passes)
 
     return timed
 

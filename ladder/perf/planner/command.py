@@ -36,7 +36,7 @@ def main(options: Any) -> int:
 
         if best is None:
             raise UserError(f"--trace is of what is recommended; {nothing_fits(question, rows)}")
-        write_trace(options.trace, best, question.phase, question.micro_batch)
+        write_trace(options.trace, best, question.phase)
     if options.json:
         print(json.dumps(report.as_data(question, rows, left_out, best), indent=1))
         return 0

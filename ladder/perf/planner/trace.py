@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ladder.files import write_text
-from ladder.perf.graph import COMPUTES, REDUCES, ROUNDED, Operation
+from ladder.perf.graph import COMPUTES, REDUCES, ROUNDED, Graph, Operation
 from ladder.perf.graph import LINKS as PUSHED
 from ladder.perf.memory import held_ranks
 from ladder.perf.phases import Prediction
 from ladder.perf.planner.question import Row
+from ladder.perf.simulate import Times
 
 ROUNDING = 1e-9  # the relative error that a time may have as a sum of floats
 PAUSE = 2e3  # microseconds around the pass, as in measured traces
@@ -86,10 +87,27 @@ def resources(operation: Operation, phase: str) -> list[str]:
     return found
 
 
-def spans(found: Prediction) -> Iterator[tuple[Operation, float, float]]:
-    """Each operation with its start and end."""
-    for each in found.graph.operations:
-        yield each, found.times.starts[each.index], found.times.ends[each.index]
+def spans(found: Prediction, begin: float = 0.0) -> Iterator[tuple[Operation, float, float]]:
+    """Each operation with its start and end; of a training step, those of the last micro-batch.
+    begin: when it begins."""
+    return _spans(found.graph, found.times, begin)
+
+
+def _spans(graph: Graph, times: Times, begin: float) -> Iterator[tuple[Operation, float, float]]:
+    for each in graph.operations:
+        yield each, begin + times.starts[each.index], begin + times.ends[each.index]
+
+
+def all_spans(found: Prediction) -> list[tuple[Operation, float, float]]:
+    """As `spans`, of all micro-batches of a training step."""
+    made: list[tuple[Operation, float, float]] = []
+    begin = 0.0
+    if found.earlier is not None:
+        graph, times, count = found.earlier
+        for _ in range(count):
+            *work, (_, begin, _) = _spans(graph, times, begin)  # the optimiser would begin then
+            made += work
+    return [*made, *spans(found, begin)]
 
 
 def describe(operation: Operation) -> str:
@@ -106,20 +124,12 @@ def describe(operation: Operation) -> str:
     return " ".join(words)
 
 
-def left_out(row: Row, micro_batch: int) -> str:
-    """The part of the predicted time that the trace does not show, in words; empty if there is
-    none.
-
-    A prediction keeps the operations of one pass: that of a step's last micro-batch, which ends
-    with the gradients' reduces and the optimiser.
-    """
-    found = row.prediction
-    drawn, more = found.times.total, []
-    passes = row.candidate.batch // (micro_batch or row.candidate.batch)
+def left_out(row: Row, drawn: float) -> str:
+    """The part of the predicted time that the trace, of `drawn` microseconds, does not show, in
+    words; empty if there is none."""
+    found, more = row.prediction, []
     late = found.us - drawn - found.waiting_us
-    if passes > 1:
-        more.append(f"the last of {passes} micro-batches")
-    elif late > drawn * ROUNDING:
+    if late > drawn * ROUNDING:
         more.append(f"without {late / 1e3:.3f} ms of waiting for the host's launches")
     if found.waiting_us:
         more.append(f"without {found.waiting_us / 1e3:.3f} ms of waiting for slower ranks")
@@ -127,17 +137,17 @@ def left_out(row: Row, micro_batch: int) -> str:
     return said if more else ""
 
 
-def events(row: Row, phase: str, micro_batch: int = 0) -> list[dict[str, Any]]:
-    """The events of a Chrome trace. micro_batch: of training, see `Question`."""
-    found = row.prediction
-    operations = found.graph.operations
+def events(row: Row, phase: str) -> list[dict[str, Any]]:
+    """The events of a Chrome trace."""
+    drawn = all_spans(row.prediction)
+    operations, total = [each for each, _, _ in drawn], max(end for _, _, end in drawn)
     streams = dict.fromkeys(each.stream for each in operations if each.launched)
     numbers = {name: STREAM + n for n, name in enumerate(streams)}
     used = {(name, each.stream) for each in operations for name in resources(each, phase)}
     ordered = [pair for pair in product(tracks(phase), (*streams, PUSHED)) if pair in used]
     held = {pair: 100 + n for n, pair in enumerate(ordered)}
     title = f"predicted: {row.candidate}"
-    if said := left_out(row, micro_batch):
+    if said := left_out(row, total):
         title += f"; {said}"
     config, tp = row.candidate.config, row.candidate.tp
     virtual = phase == "decode" and held_ranks(config, tp) > 1
@@ -157,9 +167,9 @@ def events(row: Row, phase: str, micro_batch: int = 0) -> list[dict[str, Any]]:
         )
     made.append(
         {"ph": "X", "cat": "user_annotation", "name": phase, "pid": 0, "tid": 0,
-         "ts": 0.0, "dur": found.times.total + 2 * PAUSE}
+         "ts": 0.0, "dur": total + 2 * PAUSE}
     )  # fmt: skip
-    for each, start, end in spans(found):
+    for each, start, end in drawn:
         if end == start:  # no kernel, as a sum over a single rank
             continue
         about = {"is": describe(each)}
@@ -177,6 +187,6 @@ def events(row: Row, phase: str, micro_batch: int = 0) -> list[dict[str, Any]]:
     return made
 
 
-def write_trace(path: Path, row: Row, phase: str, micro_batch: int = 0) -> None:
-    data = {"displayTimeUnit": "ms", "traceEvents": events(row, phase, micro_batch)}
+def write_trace(path: Path, row: Row, phase: str) -> None:
+    data = {"displayTimeUnit": "ms", "traceEvents": events(row, phase)}
     write_text(path, json.dumps(data) + "\n")
