@@ -47,6 +47,7 @@ def interpreted() -> bool:
 # `both`: a kernel that computes and communicates, such as a product that pushes its result.
 Kind = Literal["communication", "computation", "landing", "both"]
 KERNELS: dict[str, Kind] = {}  # the kinds of all imported kernels, by their names in a trace
+_PLACES: dict[str, str] = {}  # where each is declared
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -55,12 +56,20 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def kernel(kind: Kind) -> Callable[[Callable[..., None]], Any]:
-    """Decorate a Triton kernel for `launch`, and register its kind."""
+    """Decorate a Triton kernel for `launch`, and register its kind.
+
+    The same kernel may come again, when its module is reloaded.
+    """
 
     def declare(function: Callable[..., None]) -> Any:
         name = function.__name__
-        assert name not in KERNELS, f"two kernels are called {name}"
-        KERNELS[name] = kind
+        place = f"{function.__qualname__} in {function.__code__.co_filename}"
+        if name in KERNELS and (KERNELS[name], _PLACES.get(name)) != (kind, place):
+            raise UserError(
+                f"two kernels are called {name}, which a trace could not tell apart: "
+                f"{_PLACES.get(name)} ({KERNELS[name]}) and {place} ({kind}); rename one"
+            )
+        KERNELS[name], _PLACES[name] = kind, place
         return jit(function)
 
     return declare

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.comm.capture import capturing
+from ladder.models.errors import UserError
 
 INTEGERS = {2: torch.int16, 4: torch.int32}  # by size in bytes
 
@@ -51,6 +52,11 @@ def allocate(
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    if device.type == "cpu":
+        raise UserError(
+            "device=cpu has no symmetric memory; give a GPU (docs/primitives.md says how kernels "
+            "are checked without one)"
+        )
     assert not capturing(), "run it once before a capture"
     rank = dist.get_rank(group)
     own = symmetric_memory.empty(*shape, dtype=dtype, device=device)

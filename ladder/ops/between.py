@@ -78,12 +78,15 @@ def _width(call: Call) -> int:
 
 def check(where: str, entry: Mapping[str, Any]) -> None:
     """Raise UserError unless the entry's `measured` and `host_us` are valid."""
+    host_us = entry["host_us"]
+    if isinstance(host_us, bool) or not 0 <= host_us < math.inf:
+        raise UserError(f"{where}: host_us={host_us!r} must be a time in microseconds, 0 or more")
     for each in entry["measured"]:
         right = isinstance(each, dict) and each.keys() == FIELDS.keys()
         right = right and all(isinstance(each[key], kind) for key, kind in FIELDS.items())
         right = right and len(each["sizes"]) == len(entry["sizes"])
         right = right and all(map(_inside, each["sizes"], entry["sizes"]))
-        if not right or min(each["us"], each["instead_us"]) <= 0:
+        if not right or not all(0 < each[key] < math.inf for key in ("us", "instead_us")):
             raise UserError(
                 f"{where}: measured has {each!r}; give {', '.join(FIELDS)}, with sizes that round "
                 f"up to the entry's, as `ladder bench ops --write-table` does"

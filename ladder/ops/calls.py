@@ -8,11 +8,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.library import CustomOpDef, Library, custom_op
 
 from ladder.comm.access import group_refusal
 from ladder.comm.capture import mode
 from ladder.jit import device_name
+from ladder.models.errors import UserError
 from ladder.ops import choice
 from ladder.ops.checks import check_backend, resolve
 from ladder.ops.registry import OPERATORS, call_of
@@ -65,6 +67,7 @@ def rows_of(shape: Sequence[int]) -> int:
 @without_autocast
 def execute(op: str, group_name: str, like: Tensor, shapes: tuple[Any, ...], *args: Any) -> Any:
     """Run `op` on arguments that have been checked. shapes: for the operator's `measure`."""
+    _check_reverse_mode()
     group = resolve(group_name)
     check_backend(group_name, group, like.device)
     ranks = group.size()  # dist.get_world_size takes the host 40 times as long
@@ -86,7 +89,18 @@ def allow_any_order(group_name: str, allowed: bool = True) -> None:
 
 
 def size_of(group_name: str) -> int:
+    """The number of ranks. Every fake implementation asks for it."""
+    _check_reverse_mode()  # torch.compile runs the real one after jvp is traced away
     return resolve(group_name).size()
+
+
+def _check_reverse_mode() -> None:
+    """Raise UserError in forward-mode AD, where torch would take the results' tangents for 0."""
+    if forward_ad._current_level >= 0:
+        raise UserError(
+            "ladder's operators have no forward-mode derivative; call them outside of "
+            "torch.func.jvp and forward_ad.dual_level, and differentiate by backward()"
+        )
 
 
 def gathered(x: Tensor, dim: int, ranks: int) -> Tensor:

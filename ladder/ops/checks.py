@@ -15,6 +15,8 @@ from ladder.ops.registry import DTYPES
 
 def resolve(group_name: str) -> dist.ProcessGroup:
     """The process group of this name, as torch's symmetric-memory operators find it."""
+    if not isinstance(group_name, str):
+        raise UserError(f"group_name={group_name!r} is no name; give group.group_name")
     try:
         return _resolve_process_group(group_name)
     except RuntimeError as error:

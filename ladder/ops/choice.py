@@ -14,7 +14,7 @@ import functools
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -31,17 +31,18 @@ from ladder.ops.registry import (
     ANOTHER,
     ANY_ORDER,
     DEFAULT,
+    FORGET,
     MOVABLE,
     OPERATORS,
     Call,
     Implementation,
     Operator,
     call_of,
-    check_types,
+    check_values,
     find_implementation,
     find_operator,
 )
-from ladder.ops.table import VARIABLE, entry_of
+from ladder.ops.table import VARIABLE, devices, entry_of
 
 NUMBERS = ("capacity", "table_counts")  # what operators' `measure` takes besides shapes
 
@@ -84,7 +85,7 @@ def use(op: str, implementation: str, **options: Any) -> Iterator[None]:
     found = find_implementation(op, implementation)
     where = f"options of {op} by {implementation!r}"
     check_keys(where, options, found.options)
-    check_types(where, found, options)
+    check_values(where, found, options)
     before = _asked.get(op)
     _asked[op] = implementation, tuple(options.items())
     try:
@@ -107,7 +108,7 @@ def explain(
     *,
     dtype: torch.dtype = torch.bfloat16,
     ranks: int | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     any_order: bool | None = None,
     mode: Mode | None = None,
     **arguments: Any,
@@ -118,10 +119,11 @@ def explain(
     bags weights and offsets, of rows x, of experts h and W, of the backward passes of
     `all_gather_matmul` and `matmul_reduce_scatter` all but the gradients. For a list of tensors, a
     list of shapes. arguments: what else the sizes depend on (`capacity`, `table_counts`). ranks:
-    the size of the group; None: that of the default group. device: the name of a GPU, or "cpu";
-    None: this machine's. any_order: whether the group allows it (`allow_any_order`); None: not, or
-    with ranks=None what the default group allows. mode: "captured" or "eager"; None: that of a call
-    made here, which is eager outside of a capture and of `as_captured`.
+    the size of the group; None: that of the default group. device: the name of a GPU, or "cpu"; a
+    device of this machine (also "cuda", "cuda:1"); None: this machine's. any_order: whether the
+    group allows it (`allow_any_order`); None: not, or with ranks=None what the default group
+    allows. mode: "captured" or "eager"; None: that of a call made here, which is eager outside of a
+    capture and of `as_captured`.
     """
     operator = find_operator(op)
     if dtype not in MOVABLE:
@@ -138,8 +140,7 @@ def explain(
         any_order = allows_any_order(dist.group.WORLD) if any_order is None else any_order
     if not is_whole(ranks) or ranks < 1:
         raise UserError(f"ranks={ranks!r} must be a whole number, 1 or more")
-    if device is None:
-        device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    named = _device_name(device)
     names = _check_given(operator, shapes, arguments)
     try:
         inspect.signature(operator.measure).bind(ranks, *shapes, **arguments)
@@ -150,7 +151,33 @@ def explain(
             f"shapes={shapes!r} of {op}: give the shapes of {names}, in whole numbers from 0 on, "
             f"and a list of shapes for a list of tensors"
         ) from error
-    return choose(call_of(op, device, dtype, int(ranks), sizes, bool(any_order), mode))
+    found = choose(call_of(op, named, dtype, int(ranks), sizes, bool(any_order), mode))
+    return replace(found, why=found.why + _similar(named)) if named == device else found
+
+
+def _device_name(device: object) -> str:
+    """The name in tables of the device that `explain` is given."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(device, str) and device.partition(":")[0] != "cuda":
+        return device
+    if not isinstance(device, str | torch.device):
+        raise UserError(f'device={device!r} must be the name of a GPU, such as "NVIDIA H200"')
+    try:
+        return device_name(torch.device(device))
+    except (RuntimeError, AssertionError) as error:  # assert: a torch without CUDA
+        raise UserError(
+            f"device={str(device)!r}: this machine has no such GPU; give the name of one, such as "
+            f'"NVIDIA H200"'
+        ) from error
+
+
+def _similar(device: str) -> str:
+    """The tables' GPU that may be meant by a name that none of them has: "h200"."""
+    names = sorted(devices(os.environ.get(VARIABLE) or None))
+    words = {*device.lower().split()}
+    near = [name for name in names if words <= {*name.lower().split()}]
+    return f"; did you mean {near[0]!r}?" if near and device not in names else ""
 
 
 def _check_given(operator: Operator, shapes: Sequence[Any], arguments: Mapping[str, Any]) -> str:
@@ -267,6 +294,9 @@ def _choose(
         (each.name, why_not(each)) for each in implementations.values() if each != chosen
     )
     return Choice(call, picked, why, tuple(options.items()), others, chosen.ordered)
+
+
+FORGET += [_listed.cache_clear, _choose.cache_clear]
 
 
 def unmeasured(call: Call) -> str:

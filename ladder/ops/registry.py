@@ -21,7 +21,11 @@ from typing import Any
 import torch
 
 from ladder.comm.capture import Mode
-from ladder.models.errors import UserError, unknown
+from ladder.kernels.bags import MAX_PROGRAMS, ORDERS
+from ladder.models.errors import UserError, is_whole, unknown
+from ladder.ops.blocks import MAX_BLOCKS, MAX_RATIO
+from ladder.ops.steps import LANES
+from ladder.ops.tilings import tiling_of
 
 DEFAULT, ANY_ORDER = "staged", "collective"  # without a measurement
 SERIAL = (DEFAULT, ANY_ORDER)  # those that do not overlap: in rank order, in any order
@@ -29,6 +33,11 @@ ANOTHER = "it adds in another order than that of the ranks"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MOVABLE = (*DTYPES, torch.int32, torch.int64)  # dtypes of rows that are only moved
 TYPED = {"bool": (bool, "true or false"), "int": (int, "a whole number")}  # of options
+# The most of options that are counts, which are 1 or more. None: no limit.
+COUNTS: dict[str, int | None] = {
+    "blocks": MAX_BLOCKS, "ratio": MAX_RATIO, "streams": len(LANES), "shots": 2, "stages": None,
+    "group_m": None, "pieces": None, "programs": MAX_PROGRAMS,
+}  # fmt: skip
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in MOVABLE}
 
 
@@ -76,9 +85,10 @@ class Implementation:
 
     run: called as run(group, *arguments of the operator without group_name, **options). refusal:
     the reason why it cannot run a call on this machine, with the remedy, or None; it must be the
-    same on all ranks. options: the names of its options. ordered: whether it adds in the order of
-    the ranks. insisted: options that only `use` may give, and no table, since they restrict what
-    the caller may do with the result. surplus: a function of a call with known sizes and of its
+    same on all ranks. options: the names of its options; those of COUNTS, `tile` and `order` take
+    the same values in every implementation. ordered: whether it adds in the order of the ranks.
+    insisted: options that only `use` may give, and no table, since they restrict what the caller
+    may do with the result. surplus: a function of a call with known sizes and of its
     options: how much longer its products take than one product of all rows, as a share of that
     one's time; None: it has one product.
     """
@@ -105,6 +115,7 @@ class Operator:
 
 
 OPERATORS: dict[str, Operator] = {}
+FORGET: list[Callable[[], None]] = []  # clear what was chosen, when an implementation is replaced
 
 
 def define(
@@ -128,19 +139,36 @@ def implement(
     insisted: tuple[str, ...] = (),
     surplus: Surplus | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function that computes the operator `op`: see `Implementation`."""
+    """Decorate a function that computes the operator `op`: see `Implementation`.
+
+    A function that is defined again, by a reloaded module, replaces itself.
+    """
+    found, where = find_operator(op).implementations, f"implementation {name!r} of {op}"
+    if not callable(refusal):
+        raise UserError(f"{where}: refusal={refusal!r} must be a function of a call")
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        found = OPERATORS[op].implementations
-        assert name not in found, (op, name)
+        parameters = inspect.signature(run).parameters
+        for key, names in (("options", options), ("insisted", insisted)):
+            if not isinstance(names, tuple) or not all(each in parameters for each in names):
+                raise UserError(
+                    f"{where}: {key}={names!r} must be a tuple of parameters of {run.__qualname__}"
+                )
+        if name in found:
+            before, now = (f"{f.__module__}.{f.__qualname__}" for f in (found[name].run, run))
+            if before != now:
+                raise UserError(f"{where} is {before} already; give {now} another name")
+            for forget in FORGET:
+                forget()
         found[name] = Implementation(name, run, refusal, options, ordered, insisted, surplus)
         return run
 
     return register
 
 
-def check_types(where: str, implementation: Implementation, options: Mapping[str, Any]) -> None:
-    """Raise UserError for a value without its option's type, as the implementation declares it.
+def check_values(where: str, implementation: Implementation, options: Mapping[str, Any]) -> None:
+    """Raise UserError for a value that its option does not take: of another type than the
+    implementation declares, or out of range.
 
     where: begins the message. Options that the implementation does not have are ignored.
     """
@@ -148,9 +176,27 @@ def check_types(where: str, implementation: Implementation, options: Mapping[str
         return
     declared = _declared(implementation.run)
     for key, value in options.items():
-        kind = declared.get(key) if key in implementation.options else None
+        if key not in implementation.options:
+            continue
+        kind = declared.get(key)
         if kind is not None and type(value) is not kind[0]:
             raise UserError(f"{where}: {key}={value!r} must be {kind[1]}")
+        _check_value(where, key, value)
+
+
+def _check_value(where: str, key: str, value: Any) -> None:
+    """Raise UserError for a value that no implementation takes. where: begins the message."""
+    if key == "tile":
+        try:
+            tiling_of(str(value), None)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+    elif key == "order" and value not in ORDERS:
+        raise UserError(f"{where}: {unknown(key, value, ORDERS)}")
+    elif key in COUNTS and (not is_whole(value) or not 1 <= value <= (COUNTS[key] or value)):
+        most = COUNTS[key]
+        said = f"1 to {most}" if most else "1 or more"
+        raise UserError(f"{where}: {key}={value!r} must be {said}")
 
 
 @functools.cache  # the packaged table asks for hundreds of entries

@@ -39,7 +39,7 @@ from ladder.ops.registry import (
     OPERATORS,
     Call,
     bucket,
-    check_types,
+    check_values,
     find_implementation,
 )
 
@@ -69,6 +69,12 @@ def entry_of(call: Call, file: str | None) -> tuple[Path, dict[str, Any] | None]
     return PACKAGED, None
 
 
+def devices(file: str | None) -> set[str]:
+    """The devices that the tables have entries for."""
+    paths = [PACKAGED] if file is None else [Path(file), PACKAGED]
+    return {entry["device"] for path in paths for entry in read_table(path)}
+
+
 @functools.cache
 def read_table(path: Path, remedy: str = UNSET) -> list[dict[str, Any]]:
     """The entries of a table. Raises UserError, with `remedy`, if the file is not a valid table."""
@@ -94,7 +100,7 @@ def _check_entry(where: str, entry: dict[str, Any]) -> None:
     implementation = find_implementation(entry["op"], entry["implementation"], f" in {where}")
     known = [name for name in implementation.options if name not in implementation.insisted]
     check_keys(f"options in {where}", entry["options"], known)
-    check_types(f"options in {where}", implementation, entry["options"])
+    check_values(f"options in {where}", implementation, entry["options"])
     if entry["order"] not in ORDERS:
         raise unknown(f"order in {where}", entry["order"], ORDERS)
     if entry["order"] == "ranks" and not implementation.ordered:
@@ -104,6 +110,8 @@ def _check_entry(where: str, entry: dict[str, Any]) -> None:
         )
     if entry["dtype"] not in DTYPE_NAMES:
         raise unknown(f"dtype in {where}", entry["dtype"], DTYPE_NAMES)
+    if isinstance(entry["ranks"], bool) or entry["ranks"] < 1:
+        raise UserError(f"{where}: ranks={entry['ranks']!r} must be a whole number, 1 or more")
     sizes, names = entry["sizes"], OPERATORS[entry["op"]].sizes
     whole = all(type(size) is int and size >= 0 for size in sizes)
     if len(sizes) != len(names) or not whole or bucket(sizes) != tuple(sizes):

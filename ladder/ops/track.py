@@ -27,7 +27,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ladder.models.errors import UserError
+from ladder.models.errors import UserError, is_whole
 
 Op = Literal["store", "add"]
 
@@ -45,12 +45,12 @@ class ChunkMap:
     tiles: int | None = None
 
     def __str__(self) -> str:
-        call = f"(chunk={self.chunk}, peer={self.peer}, op={self.op!r}"
-        call += "" if self.at == self.chunk else f", at={self.at}"
+        call = f"(chunk={self.chunk!r}, peer={self.peer!r}, op={self.op!r}"
+        call += "" if self.at == self.chunk else f", at={self.at!r}"
         if not self.dma:
             return f"remote_map{call})"
-        call += f", updates={self.updates}"
-        return f"dma_map{call})" if self.tiles is None else f"dma_map{call}, tiles={self.tiles})"
+        call += f", updates={self.updates!r}"
+        return f"dma_map{call})" if self.tiles is None else f"dma_map{call}, tiles={self.tiles!r})"
 
 
 def remote_map(chunk: int, peer: int, op: Op = "store", at: int | None = None) -> ChunkMap:
@@ -203,18 +203,24 @@ class TrackMap:
     # ---- validation
 
     def _check_chunks(self) -> None:
-        if self.rows < 1 or self.columns < 1:
-            raise UserError(f"{self.rows} x {self.columns} tiles; both must be at least 1")
+        for name, value in (("rows", self.rows), ("columns", self.columns)):
+            if not is_whole(value) or value < 1:
+                raise UserError(f"{name}={value!r} must be a whole number of tiles, 1 or more")
+        for name in ("chunks", "ranks", "slots", "orders"):
+            if not isinstance(getattr(self, name), Sequence):
+                raise UserError(f"{name}={getattr(self, name)!r} must be a tuple")
         if not self.ranks:
             raise UserError("ranks is empty; give each rank's maps, [] for none")
         owner: dict[int, int] = {}
         for chunk, tiles in enumerate(self.chunks):
+            if not isinstance(tiles, Sequence):
+                raise UserError(f"chunk {chunk} is {tiles!r}; give a tuple of its tiles")
             if not tiles:
                 raise UserError(f"chunk {chunk} has no tiles; leave it out")
             for tile in tiles:
-                if not 0 <= tile < self.tiles:
+                if not is_whole(tile) or not 0 <= tile < self.tiles:
                     raise UserError(
-                        f"chunk {chunk} has tile {tile}; tiles are 0 to {self.tiles - 1}"
+                        f"chunk {chunk} has tile {tile!r}; tiles are 0 to {self.tiles - 1}"
                     )
                 if tile in owner:
                     raise UserError(
@@ -225,21 +231,30 @@ class TrackMap:
         missing = next((tile for tile in range(self.tiles) if tile not in owner), None)
         if missing is not None:
             raise UserError(f"tile {missing} is in no chunk; each tile is in one chunk")
-        if any(size < 1 for size in self.slots):
-            raise UserError(f"slots {self.slots}; each has at least one tile")
+        if any(not is_whole(size) or size < 1 for size in self.slots):
+            raise UserError(f"slots {self.slots}; each has a whole number of tiles, 1 or more")
         if self.orders and len(self.orders) != self.world:
             raise UserError(f"{len(self.orders)} orders for {self.world} ranks; give one for each")
         for rank, order in enumerate(self.orders):
-            if sorted(order) != list(range(self.tiles)):
+            whole = isinstance(order, Sequence) and all(map(is_whole, order))
+            if not whole or sorted(order) != list(range(self.tiles)):
                 raise UserError(
                     f"rank {rank}: its order does not name each of the {self.tiles} tiles once"
                 )
 
     def _check_maps(self, rank: int, maps: Sequence[ChunkMap]) -> None:
+        if not isinstance(maps, Sequence):
+            raise UserError(f"rank {rank}: its maps are {maps}; give a tuple of them")
         mapped: set[int] = set()
         places = len(self.chunks) + len(self.slots)
         for each in maps:
+            if not isinstance(each, ChunkMap):
+                raise UserError(f"rank {rank}: {each!r} is no map; call remote_map or dma_map")
             where = f"rank {rank}: {each}"
+            for name in ("chunk", "peer", "at", "updates", "tiles"):
+                value = getattr(each, name)
+                if not is_whole(value) and (name, value) != ("tiles", None):
+                    raise UserError(f"{where}: {name}={value!r} must be a whole number")
             if not 0 <= each.chunk < len(self.chunks):
                 raise UserError(f"{where}: chunks are 0 to {len(self.chunks) - 1}")
             if each.chunk in mapped:
@@ -366,7 +381,7 @@ class TrackMap:
 
     def compile(self, rank: int) -> Program:
         """The tables for the kernel and the copy engine of one rank."""
-        if rank not in range(self.world):
+        if not is_whole(rank) or rank not in range(self.world):
             raise UserError(f"rank={rank!r} of {self.world} ranks; give 0 to {self.world - 1}")
         counter_at = [
             {position: n for n, block in enumerate(blocks) for position in block.positions}

@@ -217,6 +217,8 @@ def test_tuning_tries_every_option_that_an_implementation_has() -> None:
         (["--implementations", "chunked:pairs=maybe"], "pairs='maybe' must be true or false"),
         (["--implementations", "chunked:streams=two"], "streams='two' must be a whole number"),
         (["--implementations", "chunked:streams=true"], "streams=True must be a whole number"),
+        (["--implementations", "chunked:streams=3"], "streams=3 must be 1 to 2"),
+        (["--implementations", "pushed:order=no"], "unknown order 'no'; known: remote, oblivious"),
         (["--tune", "--implementations", "staged"], "--tune with --implementations: leave one"),
         (["--budget", "0"], "--budget=0.0 must be above 0 minutes"),
         (["--write-table", "{}/no/table.json"], "name a file in a folder that exists"),

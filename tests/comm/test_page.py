@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
+from importlib import import_module, reload
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ladder import jit
+from ladder.models.errors import UserError
 from tests import ROOT, pages
 from tests.comm.mapped import shared_memory
 from tests.distributed import Pools
@@ -39,6 +40,24 @@ def run_check(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
     for name in names:
         del sys.modules[name]
     return result, ran
+
+
+def test_the_pages_kernel_can_be_imported_without_triton_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trace could not tell it from a kernel of its name that is declared elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    pages.write_files(PAGE)
+    name = "matmul_reduce_scatter"
+    (tmp_path / "copied.py").write_text((tmp_path / f"{name}.py").read_text())
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("triton", "tl"):
+        monkeypatch.setattr(jit, module, None)
+    with mock.patch.dict(jit.KERNELS), mock.patch.dict(sys.modules):
+        reload(import_module(name))
+        assert jit.KERNELS[f"{name}_kernel"] == "both"
+        with pytest.raises(UserError, match=rf"two kernels .*/{name}\.py .*/copied\.py .*rename"):
+            import_module("copied")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import Tensor
 from ladder.comm import symmetric
 from ladder.comm.primitives import EMPTY
 from ladder.comm.symmetric import INTEGERS, SymmetricTensor
+from ladder.models.errors import UserError
 from ladder.parallel import launch
 from tests.gpu import WORLDS
 
@@ -70,13 +71,19 @@ def test_late_zeros_do_not_overwrite_what_is_in_new_memory(
         mock.patch.object(torch_memory, "rendezvous", gpu.rendezvous),
         mock.patch.object(symmetric, "dist", process),
     ):
-        made = symmetric.allocate((2, 3), dtype, group, torch.device("cpu"), bits)
+        made = symmetric.allocate((2, 3), dtype, group, torch.device("meta"), bits)
     written = made.own.view(INTEGERS[dtype.itemsize])
     if bits is None:
         written.fill_(5)  # by whoever asked for the memory, at once
     gpu.synchronize(made.own.device)  # the GPU catches up
     assert gpu.uploaded
     assert torch.all(written == (5 if bits is None else bits)), written
+
+
+def test_a_cpu_has_none() -> None:
+    group: Any = SimpleNamespace(group_name="all")
+    with pytest.raises(UserError, match="device=cpu has no symmetric memory; give a GPU"):
+        symmetric.allocate((2,), torch.int32, group, torch.device("cpu"))
 
 
 def allocate_while_busy() -> int:

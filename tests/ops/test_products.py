@@ -242,6 +242,30 @@ def test_torch_accepts_the_operators(pools: Pools) -> None:
     pools(2).run(checked)
 
 
+def forward(rank: int, world_size: int) -> None:
+    """In forward mode, where a tangent would be lost; not before or after it."""
+    x, B, words = torch.ones(4, 3), torch.ones(3, 5), "have no forward-mode derivative"
+
+    def product(x: Tensor) -> Tensor:
+        total: Tensor = OPS.matmul_all_reduce(x, B, world())
+        return total
+
+    def tangent(x: Tensor) -> Tensor:
+        return torch.func.jvp(product, (x,), (x,))[1]
+
+    check_refused(words, tangent, x)
+    with pytest.raises(Exception, match=words):  # one of torch.compile's own
+        torch.compile(tangent, backend="aot_eager")(x)
+    with torch.autograd.forward_ad.dual_level():
+        check_refused(words, OPS.all_reduce, x, world())
+    for each in (product, torch.compile(product, backend="aot_eager")):
+        assert torch.equal(each(x), torch.full((4, 5), 3.0 * world_size))
+
+
+def test_forward_mode_is_refused(pools: Pools) -> None:
+    pools(2).run(forward)
+
+
 def test_the_gradient_of_one_product_is_not_copied() -> None:
     one, two = torch.ones(2, 3), torch.ones(2, 1)
     assert joined([one], -1) is one

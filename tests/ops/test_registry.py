@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,45 @@ def test_an_implementation_may_be_added_after_a_choice() -> None:
     assert "fast" not in others()
 
 
+def test_an_implementation_that_is_defined_again_replaces_itself() -> None:
+    def choose() -> choice.Choice:
+        with use("all_reduce", "mine"):
+            return explain("all_reduce", SHAPE, ranks=4, device="H")
+
+    def define(refusal: Any) -> Any:
+        def mine(group: Any, x: Tensor) -> Tensor:
+            return x
+
+        return registry.implement("all_reduce", "mine", refusal)(mine)
+
+    with mock.patch.dict(OPERATORS["all_reduce"].implementations):
+        define(registry.always)
+        assert choose().implementation == "mine"
+        again = define(lambda call: "it has changed")
+        assert OPERATORS["all_reduce"].implementations["mine"].run is again
+        with pytest.raises(UserError, match="it has changed"):  # and the choice is not remembered
+            choose()
+        with pytest.raises(UserError, match=r"'mine' of all_reduce is .*\.mine already; give"):
+            registry.implement("all_reduce", "mine")(fast)
+    choice._choose.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"op": "all_redduce"}, r"unknown operator 'all_redduce' \(did you mean 'all_reduce'"),
+        ({"options": ("chunks",)}, r"options=\('chunks',\) must be a tuple of parameters of fast"),
+        ({"options": "chunk"}, "options='chunk' must be a tuple of parameters of fast"),
+        ({"insisted": ["chunk"]}, r"insisted=\['chunk'\] must be a tuple of parameters of fast"),
+        ({"refusal": "no"}, "'fast' of all_reduce: refusal='no' must be a function of a call"),
+    ],
+)
+def test_a_wrong_implementation_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        registry.implement(**{"op": "all_reduce", "name": "fast", **given})(fast)
+    assert "fast" not in OPERATORS["all_reduce"].implementations
+
+
 @pytest.mark.usefixtures("_fast")
 def test_what_is_insisted_on_runs_or_is_refused(table: Path) -> None:
     table.write_text(json.dumps([ENTRY]))
@@ -232,7 +272,22 @@ def test_what_is_insisted_on_runs_or_is_refused(table: Path) -> None:
             )
             for size in ("4000", None, 4000.0, 2048, 4097)
         ),
+        ({"measured": [{"sizes": [4000], "us": math.nan, "instead_us": 2.0}]}, "measured has"),
         ({"host_us": "1"}, "host_us='1' is no number"),
+        *(
+            ({"host_us": us}, f"host_us={us} must be a time in microseconds, 0 or more")
+            for us in (-1, math.nan, math.inf, True)
+        ),
+        *(({"ranks": n}, f"ranks={n} must be a whole number, 1 or more") for n in (0, -2, True)),
+        (
+            {
+                "op": "matmul_all_reduce",
+                "sizes": [1, 1, 1],
+                "implementation": "pushed",
+                "options": {"shots": 9},
+            },
+            "options in the table of operators .*: shots=9 must be 1 to 2",
+        ),
     ],
 )
 @pytest.mark.usefixtures("_fast")
@@ -243,6 +298,25 @@ def test_a_wrong_table_is_refused(table: Path, entry: dict[str, Any], words: str
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("op", "name", "options", "words"),
+    [
+        ("matmul_reduce_scatter", "chunked", {"streams": 7}, "streams=7 must be 1 to 2"),
+        ("matmul_reduce_scatter", "chunked", {"blocks": 0}, "blocks=0 must be 1 to 8"),
+        ("matmul_reduce_scatter", "tracked", {"pieces": 0}, "pieces=0 must be 1 or more"),
+        ("all_gather_matmul", "waiting", {"tile": "foo"}, "tile='foo'; expected rows x columns"),
+        ("all_gather_matmul", "waiting", {"tile": (128, 256)}, r"tile='\(128, 256\)'; expected"),
+        ("embedding_bag_all_to_all", "pushed", {"programs": -3}, "programs=-3 must be 1 to"),
+        ("embedding_bag_all_to_all", "pushed", {"order": "nope"}, "unknown order 'nope'; known: r"),
+    ],
+)  # fmt: skip
+def test_a_value_out_of_range_is_refused_before_a_call(
+    op: str, name: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=f"options of {op} by '{name}': {words}"):
+        use(op, name, **options).__enter__()
+
+
 def test_a_table_that_is_none_is_refused(table: Path) -> None:
     for text in (None, "[", "{}", "[1]"):
         if text is not None:
@@ -250,6 +324,43 @@ def test_a_table_that_is_none_is_refused(table: Path) -> None:
         with pytest.raises(UserError, match="the table of operators"):
             explain("all_reduce", SHAPE, ranks=4, device="H")
         read_table.cache_clear()
+
+
+def test_a_device_is_named_as_in_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    def name(device: torch.device) -> str:
+        if device.index == 7:
+            raise RuntimeError("invalid device")
+        return f"GPU {device.index}"
+
+    def asked(device: Any) -> str:
+        return explain("all_reduce", SHAPE, ranks=4, device=device).call.device
+
+    monkeypatch.setattr(choice, "device_name", name)
+    found = [asked(each) for each in ("cuda:1", torch.device("cuda:1"), "cuda", "cpu", "H")]
+    assert found == ["GPU 1", "GPU 1", "GPU None", "cpu", "H"]
+    for device, words in (
+        (3, 'device=3 must be the name of a GPU, such as "NVIDIA H200"'),
+        ("cuda:7", "device='cuda:7': this machine has no such GPU; give the name of one"),
+        ("cuda:x", "device='cuda:x': this machine has no such GPU"),
+    ):
+        with pytest.raises(UserError, match=words):
+            asked(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "hint"),
+    [
+        ("H200", "; did you mean 'NVIDIA H200'?"),
+        ("nvidia h200", "; did you mean 'NVIDIA H200'?"),
+        ("NVIDIA H100", "; did you mean 'NVIDIA H100 80GB HBM3'?"),
+        ("NVIDIA B200", ""),
+        ("H", ""),
+    ],
+)
+def test_a_devices_name_may_be_meant_otherwise(device: str, hint: str) -> None:
+    found = explain("all_reduce", SHAPE, ranks=4, device=device)
+    why = f"no measurement for {device}, bfloat16, 4 ranks, elements 4000 [4096]"
+    assert found.why == why + hint
 
 
 def test_wrong_questions_are_refused() -> None:
@@ -389,6 +500,9 @@ def allowed(rank: int, world_size: int) -> None:
         assert torch.equal(call(x, world()), x * world_size)
     with pytest.raises(UserError, match="group_name='no' names no process group"):
         ladder.ops.allow_any_order("no")
+    group: Any = dist.group.WORLD
+    with pytest.raises(UserError, match=r"group_name=.* is no name; give group\.group_name"):
+        ladder.ops.allow_any_order(group)
 
 
 def test_a_group_allows_any_order(pools: Pools) -> None:

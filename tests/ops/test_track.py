@@ -229,6 +229,35 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "orders": (lambda: halves([], orders=((0, 1, 2, 2),)), "each of the 4 tiles once"),
     "orders of some": (lambda: halves([], [], orders=((0, 1, 2, 3),)), "1 orders for 2 ranks"),
+    "no whole chunk": (
+        lambda: halves([], [remote_map(1.5, 0)]),  # type: ignore[arg-type]
+        r"rank 1: remote_map\(chunk=1.5, peer=0.*: chunk=1.5 must be a whole number",
+    ),
+    "no whole peer": (lambda: halves([dma_map(0, 1.0)], []), r"rank 0: dma_map\(.*: peer=1.0 must"),  # type: ignore[arg-type]
+    "peer as text": (lambda: halves([remote_map(0, "1")], []), "rank 0: .*peer='1' must be a"),  # type: ignore[arg-type]
+    "no whole place": (lambda: halves([remote_map(0, 1, at=True)], []), "at=True must be a whole"),
+    "no whole updates": (
+        lambda: halves([dma_map(0, 1, "add", 1.0)], []),  # type: ignore[arg-type]
+        "rank 0: .*updates=1.0 must be a whole",
+    ),
+    "no whole tiles": (
+        lambda: halves([dma_map(0, 1, tiles=1.5)], []),  # type: ignore[arg-type]
+        "rank 0: .*: tiles=1.5 must be a whole",
+    ),
+    "a bare map": (
+        lambda: halves([], ranks=(remote_map(0, 1), ())),
+        r"rank 0: its maps are remote_map\(chunk=0.*; give a tuple of them",
+    ),
+    "no map": (lambda: halves([], [(0, 1)]), r"rank 1: \(0, 1\) is no map; call remote_map"),  # type: ignore[list-item]
+    "bare chunks": (lambda: halves([], chunks=(0, 1, 2)), "chunk 0 is 0; give a tuple of its"),
+    "no whole tile": (lambda: halves([], chunks=((0, 1), (2, 3.0))), "chunk 1 has tile 3.0; tiles"),
+    "no whole slot": (lambda: halves([], slots=(2.0,)), "each has a whole number of tiles"),
+    "bare slots": (lambda: halves([], slots=2), "slots=2 must be a tuple"),
+    "bare orders": (lambda: halves([], orders=(1,)), "rank 0: its order does not name each"),
+    "no whole rows": (
+        lambda: replace(halves([]), rows=2.0),  # type: ignore[arg-type]
+        "rows=2.0 must be a whole number of tiles",
+    ),
     "rows": (lambda: ring_reduce_scatter(6, 1, 4, 1), "6 rows of tiles for 4 ranks"),
     "chunk rows": (lambda: all_to_all(8, 1, 4, 0), "chunks of 0 rows"),
 }
@@ -249,6 +278,6 @@ def test_a_wait_that_never_ends_is_reported() -> None:
 
 def test_a_rank_that_the_map_does_not_have_is_refused() -> None:
     track = ring_reduce_scatter(4, 3, 2, 1)
-    for rank in (-1, 2):
+    for rank in (-1, 2, 1.0):
         with pytest.raises(UserError, match=rf"rank={rank} of 2 ranks; give 0 to 1"):
-            track.compile(rank)
+            track.compile(rank)  # type: ignore[arg-type]

@@ -9,11 +9,8 @@ from typing import Any
 from ladder.config import configs_folder, model_config, parse_json
 from ladder.costs import product_shapes
 from ladder.models.errors import UserError, unknown
-from ladder.ops.blocks import MAX_BLOCKS, MAX_RATIO
 from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
-from ladder.ops.registry import DTYPES, OPERATORS, Implementation, check_types
-from ladder.ops.steps import LANES
-from ladder.ops.tilings import tiling_of
+from ladder.ops.registry import DTYPES, OPERATORS, Implementation, check_values
 
 COLUMNS = ("all_gather_matmul",)  # operators whose matrix is split by columns
 BY_COLUMNS = (*COLUMNS, SCATTER_BACKWARD)  # a gradient's matrix is the transposed one
@@ -69,11 +66,6 @@ TRIES: dict[str, tuple[dict[str, Any], ...]] = {
         {"programs": 1584}, {"lent": True},
         {"stages": 3}, {"tile": "128x128x64"},
     ),
-}  # fmt: skip
-# The most of options that are counts, which are 1 or more. None: no limit.
-COUNTS: dict[str, int | None] = {
-    "blocks": MAX_BLOCKS, "ratio": MAX_RATIO, "streams": len(LANES), "shots": 2, "stages": None,
-    "group_m": None, "pieces": None, "programs": None,
 }  # fmt: skip
 TOKENS = (1024, 4096)  # tokens per rank, for mixtures of experts
 BATCHES = (512, 1024, 2048)  # samples over all ranks, for embedding bags
@@ -278,23 +270,9 @@ def _variant(word: str, ops: Sequence[str]) -> Variant:
         option = _option(value)
         for each in found:
             if name in each:
-                check_types(f"--implementations={word}", each[name], {key: option})
-        _check_value(f"--implementations={word}", key, option)
+                check_values(f"--implementations={word}", each[name], {key: option})
         options.append((key, option))
     return Variant(name, tuple(options))
-
-
-def _check_value(where: str, key: str, value: Any) -> None:
-    """Raise UserError for a value that no implementation takes. where: begins the message."""
-    if key == "tile":
-        try:
-            tiling_of(str(value), None)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
-    elif key in COUNTS and (value < 1 or value > (COUNTS[key] or value)):
-        most = COUNTS[key]
-        said = f"1 to {most}" if most else "1 or more"
-        raise UserError(f"{where}: {key}={value} must be {said}")
 
 
 def recorded(way: str, op: str) -> Variant | None:
