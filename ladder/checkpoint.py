@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from ladder.files import checksum, usual_mode, write_text
 from ladder.folders import checkpoints as checkpoints  # without torch
 from ladder.folders import newest as newest
-from ladder.hf_config import config_from_huggingface, stop_tokens
+from ladder.hf_config import TOKEN_IDS, config_from_huggingface, stop_tokens
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.quantised import declare_quantised, held_as, matrices, refuse_cut_blocks
@@ -140,12 +140,15 @@ def write_config(
     eos_token_id: int | list[int] | None,
     huggingface: Mapping[str, Any] | None = None,
     weights: str | None = None,
+    ids: Mapping[str, Any] | None = None,
 ) -> None:
     """Write our config.json. huggingface: the config.json of the original model, kept inside.
 
-    weights: the type of the matrices, if they are in 8 bits: a name in QUANTISED.
+    weights: the type of the matrices, if they are in 8 bits: a name in QUANTISED. ids: holds the
+    other token ids of TOKEN_IDS, if it has them.
     """
     data: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": "ladder"}
+    data |= {name: ids[name] for name in TOKEN_IDS if ids and name in ids}
     data["eos_token_id"] = eos_token_id
     if weights is not None:
         data[QUANTISATION] = {"quant_method": "ladder", "weights": weights}

@@ -26,6 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
     "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
 }
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
@@ -190,7 +191,7 @@ def config_to_huggingface(
     where = "the config.json kept"
     source = source or {}
     eos_token_id = source.get("eos_token_id")
-    others = ("bos_token_id", "pad_token_id")
+    others = [name for name in TOKEN_IDS if name != "eos_token_id"]
     ids = {name: source[name] for name in others if source.get(name) is not None}
     if kept is not None and config_from_huggingface(kept, where) == _plain(config):
         found = {**kept, **ids}

@@ -173,7 +173,8 @@ def _write_config(
     data = read_json(source / "config.json")
     kept = huggingface_config(data)
     if to == "ladder":
-        write_config(folder, config, data.get("eos_token_id"), kept, weights)
+        ids = data if kept is None else None  # the original's others are kept with it
+        write_config(folder, config, data.get("eos_token_id"), kept, weights, ids)
     else:
         found = config_to_huggingface(config, dtype, kept, data)
         write_text(folder / "config.json", json.dumps(found, indent=2) + "\n")

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from ladder.checkpoint import read_config
 from ladder.config import load_plan
 from ladder.hf.configuration import LadderConfig
+from ladder.hf_config import TOKEN_IDS
 from ladder.models.errors import UserError
 
 PLUGIN = "ladder.hf.axolotl.LadderPlugin"
@@ -53,7 +54,6 @@ SIZES = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_deg
 AXOLOTLS = "axolotl.integrations."
 # Axolotl's own plugins that work with any model class.
 NEUTRAL = ("grokfast", "lm_eval", "spectrum", "swanlab")
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 WRAPPED = {"Attention", "MLP"}
 
 
@@ -91,10 +91,10 @@ def check_yaml(options: Mapping[str, Any]) -> None:
         raise UserError(f"model_type={model!r} would load another model; leave it out")
     for name in ("model_config", "overrides_of_model_config"):
         for key in options.get(name) or {}:
-            if key not in TOKENS:
+            if key not in TOKEN_IDS:
                 hint = "use ladder_plan" if key == "plan" else "our models do not read it"
                 raise UserError(
-                    f"{name}.{key} is ignored: {hint}; only {', '.join(TOKENS)} are for {name}"
+                    f"{name}.{key} is ignored: {hint}; only {', '.join(TOKEN_IDS)} are for {name}"
                 )
     _check_fsdp(options)
 

@@ -8,13 +8,12 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from ladder.config import load_plan
-from ladder.hf_config import config_from_huggingface, refuse_quantised
+from ladder.hf_config import TOKEN_IDS, config_from_huggingface, refuse_quantised
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.transformer import tensor_shapes
 
-IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-KEPT = (*IDS, "dtype", "torch_dtype")  # of another architecture's config.json
+KEPT = (*TOKEN_IDS, "dtype", "torch_dtype")  # of another architecture's config.json
 SHAPE = {  # names that transformers reads from any config, and ours
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -134,7 +133,7 @@ class LadderConfig(PreTrainedConfig):
                 config_dict = {**config_dict, "model": model}
         original = config_dict.get("huggingface")  # of a folder that `ladder convert` made
         if isinstance(original, dict):
-            ids = {name: original[name] for name in IDS if name in original}
+            ids = {name: original[name] for name in TOKEN_IDS if name in original}
             config_dict = {**ids, **config_dict}
         return super().from_dict(config_dict, **kwargs)
 

@@ -53,11 +53,7 @@ def make_schedule(convert_layers: Any, first: Plan, model: ModelConfig, steps: i
     if convert_layers is None:
         return Schedule(((0, model.plan),))
     for plan in (first, model.plan):
-        if plan.depends_on_tp:
-            raise UserError(
-                f"convert_layers with plan {plan.name!r}, which depends on T: such a model cannot "
-                f"be converted layer by layer; leave convert_layers out"
-            )
+        _refuse_ranks(plan)
     if isinstance(convert_layers, Mapping):
         plans = _by_layer(convert_layers, first, model)
     elif isinstance(convert_layers, list) and convert_layers:
@@ -110,6 +106,7 @@ def _listed(entries: list[Any], first: Plan, model: ModelConfig) -> list[tuple[i
         if n > 1 and step <= plans[-1][0]:
             raise UserError(f"step={step} of {where} must be above the one before")
         plans.append((step, resolve_plan(entry["plan"], model.num_layers)))
+        _refuse_ranks(plans[-1][1])  # a plan's file may state its T
     if plans[-1][1].sublayers != model.plan.sublayers:
         raise UserError(
             f"convert_layers ends with plan {plans[-1][1].name!r} and not with plan="
@@ -117,6 +114,14 @@ def _listed(entries: list[Any], first: Plan, model: ModelConfig) -> list[tuple[i
         )
     plans[-1] = (plans[-1][0], model.plan)
     return plans
+
+
+def _refuse_ranks(plan: Plan) -> None:
+    if plan.depends_on_tp:
+        raise UserError(
+            f"convert_layers with plan {plan.name!r}, which depends on T: such a model cannot be "
+            f"converted layer by layer; leave convert_layers out"
+        )
 
 
 def _count(spec: Mapping[str, Any], name: str, least: int, where: str = "convert_layers") -> int:

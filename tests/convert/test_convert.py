@@ -110,6 +110,10 @@ def test_token_ids_go_back(tmp_path: Path, kept: bool) -> None:
     ):
         found = transformers.AutoConfig.from_pretrained(tmp_path / name)
         assert (found.bos_token_id, found.pad_token_id) == expected
+    edit(path, huggingface=None)
+    convert(tmp_path / "ours", tmp_path / "ladder", "ladder")
+    found = json.loads((tmp_path / "ladder" / "config.json").read_text())
+    assert (found["bos_token_id"], found["pad_token_id"]) == (7, 9)
 
 
 def test_an_original_config_that_is_no_longer_true_is_not_used(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.samples import small_config
 from tests.train.runs import losses, recipe, run_on_ranks, stored, untimed, weights
 
 LAYERWISE = {"start_step": 2, "every": 2, "order": "last-first"}
+OF_TWO = {"tp_degree": 2, "layers": [{"layers": "0-1", "preset": "dtp-2"}]}  # as a file may be
 LISTED = [{"step": 1, "plan": "ladder@1"}, {"step": 4, "plan": "ladder"}]
 
 
@@ -118,6 +119,7 @@ def test_ranks_convert_as_one_process(
         ({"convert_layers": LISTED, "plan": "hybrid"}, "ends with plan 'ladder' and not with"),
         ({"plan": "standard"}, "no layer is left to convert"),
         ({"convert_layers": [{"step": 1, "plan": "parallel"}], "plan": None}, "ladder convert"),
+        ({"convert_layers": [{"step": 1, "plan": OF_TWO}, *LISTED[1:]]}, "depends on T"),
     ],
 )
 def test_bad_schedules_are_refused(
