@@ -64,6 +64,10 @@ def refuse_changes(
             before, current[name], old.get("tp_degree"), new.tp_degree
         ):
             continue
+        if name == "tp_degree" and (
+            _degree(before, old.get("plan")) == _degree(current[name], current["plan"])
+        ):
+            continue
         if name == "convert_layers" and _unnamed(before) == _unnamed(current[name]):
             continue  # the same plans, in files of other names
         if name in (*FREE_ON_RESUME, *LENGTH) or (name in moved and before and current[name]):
@@ -72,6 +76,11 @@ def refuse_changes(
             continue  # ignored by the old run, and refused now
         if before != current[name]:
             raise differs(name, current[name], before, run)
+
+
+def _degree(tp_degree: int | None, plan: Any) -> int | None:
+    """T as given, or as the plan's file states it."""
+    return plan.get("tp_degree") if tp_degree is None and isinstance(plan, Mapping) else tp_degree
 
 
 def _same_plan(one: Any, other: Any, tp_degree: int | None, other_degree: int | None) -> bool:

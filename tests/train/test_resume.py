@@ -20,6 +20,7 @@ from ladder.models import UserError, resolve_plan
 from ladder.train import loop, metrics, shards
 from ladder.train.config import TrainConfig
 from ladder.train.loop import train
+from ladder.train.resuming import refuse_changes
 from ladder.train.state import LOCK
 from tests.distributed import Pools
 from tests.train.runs import (
@@ -121,6 +122,16 @@ def test_a_plan_is_its_records_and_not_its_files_name(corpus: Path, tmp_path: Pa
     of_init = recipe(corpus, tmp_path / "tuned", init=str(run), model=None, plan=None)
     train(of_init, device="cpu", stop_after=2)
     train(replace(of_init, plan=plans["b"]), device="cpu", resume=True)
+
+
+def test_a_plan_that_states_its_t_may_be_resumed_with_it(tmp_path: Path) -> None:
+    plan = {"tp_degree": 2, "layers": [{"layers": "0-3", "preset": "dtp-2"}]}
+    old = TrainConfig(data="data", out="run", plan=plan)
+    same, other = (replace(old, tp_degree=degree) for degree in (2, 4))
+    refuse_changes(old.to_dict(), same, tmp_path)
+    refuse_changes(same.to_dict(), old, tmp_path)
+    with pytest.raises(UserError, match="tp_degree=4"):
+        refuse_changes(old.to_dict(), other, tmp_path)
 
 
 def test_a_checkpoint_of_another_plan_is_refused(corpus: Path, tmp_path: Path) -> None:
