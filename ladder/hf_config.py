@@ -63,7 +63,7 @@ def config_from_huggingface(data: Mapping[str, Any], where: str) -> ModelConfig:
     data = {**FAMILIES[kind], **data}
     if data.get("original_max_position_embeddings") is not None:  # it takes precedence
         rope["original_max_position_embeddings"] = data["original_max_position_embeddings"]
-    scaling = _rope_fields(rope, data["max_position_embeddings"], where)
+    scaling = rope_fields(rope, data["max_position_embeddings"], where)
     try:
         config = ModelConfig(
             vocab_size=data["vocab_size"],
@@ -98,7 +98,7 @@ def refuse_quantised(data: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _rope_fields(rope: Mapping[str, Any], longest: Any, where: str) -> dict[str, Any] | None:
+def rope_fields(rope: Mapping[str, Any], longest: Any, where: str) -> dict[str, Any] | None:
     """The fields of RopeScaling; None if the rotary frequencies are not scaled.
 
     longest: max_position_embeddings.

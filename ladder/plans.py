@@ -195,7 +195,8 @@ def describe(plan: Plan, table: bool = True) -> str:
     lines += [
         f"collectives per token   {facts['collectives_per_token']}  (apart from these: {apart})",
         f"of which block          {facts['blocking_collectives_per_token']}",
-        "depends on T            " + ("yes: set tp_degree" if plan.depends_on_tp else "no"),
+        "depends on T            "
+        + ("yes: set tp_degree, if no file states it" if plan.depends_on_tp else "no"),
     ]
     if any(record.reduce == "accumulated" for record in plan.sublayers):
         lines += ["", ACCUMULATED]

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from ladder.config import load_plan
-from ladder.hf_config import TOKEN_IDS, config_from_huggingface, refuse_quantised
-from ladder.models.config import ModelConfig
+from ladder.hf_config import TOKEN_IDS, config_from_huggingface, refuse_quantised, rope_fields
+from ladder.models.config import ModelConfig, RopeScaling
 from ladder.models.errors import UserError
 from ladder.models.transformer import tensor_shapes
 
@@ -90,9 +90,10 @@ class LadderConfig(PreTrainedConfig):
         """
         if not self._rewired:
             return self.name_or_path
+        name, plan = self.name_or_path or "a model", self.resolved.plan.name
         return (
-            f"{self.name_or_path} under plan {self.resolved.plan.name!r}: give the base model by "
-            f"LadderForCausalLM.from_pretrained(FOLDER, plan=...) to PeftModel.from_pretrained"
+            f"{name} under plan {plan!r}: give the base model by LadderForCausalLM.from_pretrained("
+            f"FOLDER, plan=...) to PeftModel.from_pretrained"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -171,9 +172,9 @@ def overridden(model: Any, name: str, value: Any) -> Any:
             )
         return model
     ours = (SHAPE | OTHERS)[name]
-    if fields[ours] == value:
-        return model
     scaling = old.rope_scaling
+    if fields[ours] == value or (ours == "rope_scaling" and _same_rope(old, value, name)):
+        return model
     # transformers scales yarn's frequencies by this length where a config.json names no other.
     yarn = scaling is not None and scaling.rope_type == "yarn"
     scales = yarn and fields["rope_scaling"]["original_max_position_embeddings"] == old.max_seq_len
@@ -186,6 +187,15 @@ def overridden(model: Any, name: str, value: Any) -> Any:
         f"{name}={value!r} cannot replace {fields[ours]!r} in a config of our models: change "
         f"{name} in the folder's config.json before loading (in our format, `model.{ours}`){more}"
     )
+
+
+def _same_rope(old: ModelConfig, value: Any, name: str) -> bool:
+    """Whether transformers' rotary settings are the model's."""
+    if not isinstance(value, dict):
+        return False
+    found = rope_fields(value, old.max_seq_len, name)
+    same = (None if found is None else RopeScaling(**found)) == old.rope_scaling
+    return same and value.get("rope_theta", old.rope_theta) == old.rope_theta
 
 
 def rewired(model: Any, plan: Any, tp_degree: int | None) -> dict[str, Any]:

@@ -149,13 +149,15 @@ def implement(
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(run).parameters
+        every = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         for key, names in (("options", options), ("insisted", insisted)):
-            if not isinstance(names, tuple) or not all(each in parameters for each in names):
+            right = isinstance(names, tuple) and (every or all(map(parameters.__contains__, names)))
+            if not right:
                 raise UserError(
-                    f"{where}: {key}={names!r} must be a tuple of parameters of {run.__qualname__}"
+                    f"{where}: {key}={names!r} must be a tuple of parameters of {_place(run)}"
                 )
         if name in found:
-            before, now = (f"{f.__module__}.{f.__qualname__}" for f in (found[name].run, run))
+            before, now = map(_place, (found[name].run, run))
             if before != now:
                 raise UserError(f"{where} is {before} already; give {now} another name")
             for forget in FORGET:
@@ -164,6 +166,12 @@ def implement(
         return run
 
     return register
+
+
+def _place(run: Callable[..., Any]) -> str:
+    """The module and name of a function; a partial has none."""
+    name = getattr(run, "__qualname__", None)
+    return f"{run.__module__}.{name}" if name else repr(run)
 
 
 def check_values(where: str, implementation: Implementation, options: Mapping[str, Any]) -> None:

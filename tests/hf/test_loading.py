@@ -193,6 +193,9 @@ def test_numbers_that_change_nothing_are_accepted(tmp_path: Path) -> None:
     same: dict[str, Any] = {"hidden_act": "silu", "sliding_window": None, "num_hidden_layers": 2}
     same |= {"rope_theta": 10000.0, "rope_scaling": None}
     assert LadderForCausalLM.from_pretrained(tmp_path, **same).config.resolved == config.resolved
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}  # transformers' form
+    with pytest.raises(UserError, match="rope_parameters"):
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
 
 
 def test_the_longest_sequence_can_be_changed(tmp_path: Path) -> None:

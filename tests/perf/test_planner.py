@@ -124,6 +124,16 @@ def test_a_plan_of_ones_own(tmp_path: Path, capsys: Out) -> None:
     assert f"the plan {plan} is empty" in capsys.readouterr().err
 
 
+def test_a_plan_that_states_its_t_has_it_at_every_tp_degree(tmp_path: Path, capsys: Out) -> None:
+    """On fewer GPUs its other ranks are virtual."""
+    plan = tmp_path / "mine.yaml"
+    write_text(plan, "tp_degree: 4\nlayers: [{layers: 0-30, preset: standard}, "
+                     "{layers: 31-31, preset: desync-4x}]")  # fmt: skip
+    rows = asked(capsys, "llama-3-8b", "--plans", str(plan), "standard", "--batch", "4")["rows"]
+    found = {row["tp"] for row in rows if row["plan"] == str(plan)}
+    assert found == {row["tp"] for row in rows} == {1, 2, 4}
+
+
 def test_a_bound_alone_is_not_recommended(capsys: Out) -> None:
     assert main(["predict", "llama-3-8b", "--plans", "none", "--tp", "4"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]

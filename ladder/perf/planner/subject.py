@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ladder.config import configs_folder, load_plan, model_config
 from ladder.models.config import ModelConfig
 from ladder.models.eight_bits import EIGHT_BITS
-from ladder.models.errors import UserError, unknown
+from ladder.models.errors import UserError, is_whole, unknown
 from ladder.models.presets import resolve_plan
 from ladder.perf.machine import BETWEEN_GPUS, Machine, with_links_of
 from ladder.perf.nodes import has_degrees, load, relatives
@@ -40,8 +40,8 @@ class Subject:
         return not self.refusal(tp)
 
     def config(self, plan: str, tp: int, tp_degree: int | None) -> ModelConfig:
-        """The config with a plan. tp_degree: T, if the user gave one. Raises UserError for a plan
-        that does not exist."""
+        """The config with a plan. tp_degree: T, if the user gave one; else it is that of the plan's
+        file, or `tp`. Raises UserError for a plan that does not exist."""
         if plan == CHECKPOINT:
             if self.own is None:
                 raise UserError(
@@ -49,8 +49,10 @@ class Subject:
                     f"{self.name!r} is a shape"
                 )
             return self.own
-        degree = tp_degree or tp
         spec = load_plan(plan)
+        stated = spec.get("tp_degree") if isinstance(spec, Mapping) else None
+        # Other values are refused when the plan is resolved.
+        degree = tp_degree or (int(stated) if stated and is_whole(stated) else tp)
         try:
             found = resolve_plan(spec, self.shape.num_layers, degree)
             of_plan = degree if found.depends_on_tp else None
