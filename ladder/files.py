@@ -195,9 +195,8 @@ def hub_hint(path: str | Path) -> str:
     """The command that downloads a model of the Hugging Face hub; "" if `path` is no such name, or
     one of our own folders, which are in `runs`."""
     path = Path(path)
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)) or path.parent.exists():
-        return ""
-    if path.parts[0] == "runs":
+    named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path))
+    if not named or path.parts[0] == "runs" or path.parent.exists():
         return ""
     return (
         f"; if {path} is a name on the Hugging Face hub, fetch it first: hf download {path} "

@@ -72,11 +72,15 @@ def report(checks: Iterable[DoctorCheck]) -> str:
         for status in ("ok", "missing", "failed")
     )
     broken = [check.name for check in checks if check.core and check.status != "ok"]
-    failed = [check.name for check in checks if check.status == "failed"]
+    failed = [check.name for check in _failed(checks)]
     verdict = f"ladder cannot work here: {', '.join(broken)}" if broken else "ladder works here"
     if failed and not broken:
         verdict += f", except {', '.join(failed)}"
     return "\n".join((*lines, "", f"{verdict} ({counts})"))
+
+
+def _failed(checks: Iterable[DoctorCheck]) -> list[DoctorCheck]:
+    return [check for check in checks if check.status == "failed"]
 
 
 def main(as_json: bool = False) -> int:
@@ -88,8 +92,7 @@ def main(as_json: bool = False) -> int:
         print(json.dumps({"ok": ok, "checks": [asdict(check) for check in checks]}, indent=2))
     else:
         print(report(checks))
-        failed = [check for check in checks if check.status == "failed"]
-        if failed:
+        if failed := _failed(checks):
             print(f"next: mend {failed[0].name}: {failed[0].detail}")
         elif ok:
             out = free(Path("runs/tokenizer"))

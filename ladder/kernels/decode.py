@@ -129,9 +129,9 @@ def project(
 
     up: the result is silu(x weight^T) * (x up^T). squares: x is a residual before its norm (of
     weight 1), and these are the sums of squares from its landing. pieces: those of x, which
-    multiply a weight of their dtype if `decode_shapes.by_pieces`. add:
-    [M, N], added with `factor` to the pushed result (without `push`, to the returned one). push:
-    the slots on every rank to which the result is written. keep: also return it, without `add`.
+    multiply a weight of their dtype if `decode_shapes.by_pieces`. add: [M, N], added with `factor`
+    to the pushed result (without `push`, to the returned one). push: the slots on every rank to
+    which the result is written. keep: also return it, without `add`.
     scales: of weights that are stored in 8 bits (ladder.models.quantised). They are read as stored,
     and converted in registers, except with `pieces`; the sum of a row, or of a block's columns, is
     multiplied by its scale. fixed: no kernel that may still run when this is launched writes the

@@ -45,6 +45,11 @@ FILES = (".yaml", ".yml", ".json")  # that ladder.config reads; JSON is valid YA
 PlanSpec = str | Plan | Mapping[str, Any] | Sequence[Mapping[str, Any] | SublayerRecord]
 
 
+def stated_degree(spec: Any) -> Any:
+    """The T that a plan's specification states, not yet checked; None if it states none."""
+    return spec.get("tp_degree") if isinstance(spec, Mapping) else None
+
+
 def resolve_plan(spec: PlanSpec, num_layers: int, tp_degree: int | None = None) -> Plan:
     """Resolve `spec` for a model of `num_layers` layers.
 
@@ -127,7 +132,7 @@ def _from_mapping(spec: Mapping[str, Any], num_layers: int, tp_degree: int | Non
     lists = [spec[key] for key in ("layers", "sublayers") if key in spec]
     if len(lists) != 1:
         raise UserError(f"{where} needs one of the keys layers and sublayers, and not both")
-    own = spec.get("tp_degree")
+    own = stated_degree(spec)
     if own is not None:
         own = _whole("tp_degree", own, MOST_RANKS, f" of {where}")
     degree = own if tp_degree is None else tp_degree

@@ -9,7 +9,7 @@ from typing import Any
 
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
-from ladder.models.presets import layers_named, resolve_plan
+from ladder.models.presets import layers_named, resolve_plan, stated_degree
 from ladder.train.config import DISTILLING, TrainConfig
 
 # Keys that may change when a run resumes, since they do not change what is computed. The layout (tp
@@ -80,7 +80,7 @@ def refuse_changes(
 
 def _degree(tp_degree: int | None, plan: Any) -> int | None:
     """T as given, or as the plan's file states it."""
-    return plan.get("tp_degree") if tp_degree is None and isinstance(plan, Mapping) else tp_degree
+    return stated_degree(plan) if tp_degree is None else tp_degree
 
 
 def _same_plan(one: Any, other: Any, tp_degree: int | None, other_degree: int | None) -> bool:

@@ -141,14 +141,20 @@ def test_records_in_other_formats_are_not_scored(tmp_path: Path) -> None:
         assert len(scores([file], load("h200x4"), phase)) == count
 
 
+def recorded_at(commit: str, folder: Path, **point: Any) -> Path:
+    """A file with LINE, but of that commit and with other fields of its point."""
+    line = changed(LINE, date="2026-11-30", **point)
+    line["machine"]["commit"] = commit
+    file = folder / "records.jsonl"
+    file.write_text(json.dumps(line), encoding="utf-8")
+    return file
+
+
 @pytest.mark.parametrize(("commit", "steps"), [("94613e4", 0), ("f12f03a", 1)])
 def test_prompts_with_older_reduces_in_8_bits_are_not_scored(
     tmp_path: Path, commit: str, steps: int
 ) -> None:
-    point = {**LINE["point"], "reducer": "async-int8"}
-    machine = {**LINE["machine"], "date": "2026-11-30", "commit": commit}
-    file = tmp_path / "records.jsonl"
-    file.write_text(json.dumps({**LINE, "point": point, "machine": machine}), encoding="utf-8")
+    file = recorded_at(commit, tmp_path, reducer="async-int8")
     assert len(scores([file], load("h200x4"), "prefill")) == steps
     assert not scores([file], load("h200x4"), "decode")
 
@@ -163,10 +169,7 @@ def test_steps_of_kernels_that_are_not_kept(
     tmp_path: Path, weights: str, batch: int, commit: str, steps: int
 ) -> None:
     """Of several sequences; their prompts are scored."""
-    point = {**LINE["point"], "weights": weights, "batch": batch}
-    machine = {**LINE["machine"], "date": "2026-11-30", "commit": commit}
-    file = tmp_path / "records.jsonl"
-    file.write_text(json.dumps({**LINE, "point": point, "machine": machine}), encoding="utf-8")
+    file = recorded_at(commit, tmp_path, weights=weights, batch=batch)
     assert len(scores([file], load("h200x4"), "decode")) == steps
     assert len(scores([file], load("h200x4"), "prefill")) == 1
 

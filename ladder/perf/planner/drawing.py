@@ -181,6 +181,6 @@ def _middle(row: Row, phase: str) -> list[tuple[Operation, float, float]]:
     inside = {n for n, layer in enumerate(plan.layers) if first <= layer < first + LAYERS}
     return [
         (each, start, end)
-        for each, start, end in spans(row.prediction)
+        for each, start, end in spans(row.prediction.graph, row.prediction.times)
         if each.sublayer in inside and not each.backward and end > start
     ]

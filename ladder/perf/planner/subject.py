@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ladder.config import configs_folder, load_plan, model_config
 from ladder.models.config import ModelConfig
 from ladder.models.eight_bits import EIGHT_BITS
-from ladder.models.errors import UserError, is_whole, unknown
-from ladder.models.presets import resolve_plan
+from ladder.models.errors import UserError, unknown
+from ladder.models.presets import resolve_plan, stated_degree
 from ladder.perf.machine import BETWEEN_GPUS, Machine, with_links_of
 from ladder.perf.nodes import has_degrees, load, relatives
 
@@ -50,9 +50,7 @@ class Subject:
                 )
             return self.own
         spec = load_plan(plan)
-        stated = spec.get("tp_degree") if isinstance(spec, Mapping) else None
-        # Other values are refused when the plan is resolved.
-        degree = tp_degree or (int(stated) if stated and is_whole(stated) else tp)
+        degree = tp_degree or stated_degree(spec) or tp
         try:
             found = resolve_plan(spec, self.shape.num_layers, degree)
             of_plan = degree if found.depends_on_tp else None

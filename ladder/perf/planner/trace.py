@@ -87,27 +87,24 @@ def resources(operation: Operation, phase: str) -> list[str]:
     return found
 
 
-def spans(found: Prediction, begin: float = 0.0) -> Iterator[tuple[Operation, float, float]]:
-    """Each operation with its start and end; of a training step, those of the last micro-batch.
-    begin: when it begins."""
-    return _spans(found.graph, found.times, begin)
-
-
-def _spans(graph: Graph, times: Times, begin: float) -> Iterator[tuple[Operation, float, float]]:
+def spans(
+    graph: Graph, times: Times, begin: float = 0.0
+) -> Iterator[tuple[Operation, float, float]]:
+    """Each operation with its start and end. begin: when the first one starts."""
     for each in graph.operations:
         yield each, begin + times.starts[each.index], begin + times.ends[each.index]
 
 
 def all_spans(found: Prediction) -> list[tuple[Operation, float, float]]:
-    """As `spans`, of all micro-batches of a training step."""
+    """Those of a prediction; of a training step, of all its micro-batches."""
     made: list[tuple[Operation, float, float]] = []
     begin = 0.0
     if found.earlier is not None:
         graph, times, count = found.earlier
         for _ in range(count):
-            *work, (_, begin, _) = _spans(graph, times, begin)  # the optimiser would begin then
+            *work, (_, begin, _) = spans(graph, times, begin)  # the optimiser would begin then
             made += work
-    return [*made, *spans(found, begin)]
+    return [*made, *spans(found.graph, found.times, begin)]
 
 
 def describe(operation: Operation) -> str:
