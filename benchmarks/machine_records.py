@@ -73,17 +73,13 @@ LONG_MEASURED, LONG_KEYS = "2026-11-30-machine-attention-h200x1.json", 4096
 CUTS_MEASURED = "2026-11-30-machine-products-h200x1.json"
 CUTS_PARTS = "product", "attention", "landing"
 CUTS_CALIBRATION = (
-    "2026-11-29-inference-cuts-h200x4.jsonl",
-    "2026-11-29-two-cuts-h200x4.jsonl",
-    "2026-11-29-fp8-cuts-h200x4.jsonl",
+    "2026-11-30-inference-h200x4.jsonl",
+    "2026-11-30-fp8-h200x4.jsonl",
+    "2026-11-30-eight-bits-h200x4.jsonl",
 )
-# Products in int8 and fp8-block by pieces, on one GPU, and steps of quarter-8b to calibrate by.
+# Products in int8 and fp8-block by pieces, on one GPU.
 INT8_MEASURED = "2026-11-30-machine-int8-h200x1.json"
-INT8_CALIBRATION = "2026-11-30-int8-pieces-quarter-8b-h200.jsonl"
 BLOCK_MEASURED = "2026-11-30-machine-block-h200x1.json"
-BLOCK_CALIBRATION = "2026-11-30-block-pieces-quarter-8b-h200.jsonl"
-# Steps of half-8b on two GPUs, to calibrate fp8-block of one sequence by.
-FORMATS_CALIBRATION = "2026-11-30-formats-half-8b-h200x2.jsonl"
 # Records to calibrate prompts on four by, of several hosts, and training.
 PROMPTS_CALIBRATION = (
     "2026-11-27-inference-again-h200x4.jsonl",

@@ -20,7 +20,6 @@ from typing import Any
 
 from machine_parts import RESULTS, taken, with_measured, with_newer
 from machine_records import (
-    BLOCK_CALIBRATION,
     BLOCK_MEASURED,
     CALIBRATION,
     COMM,
@@ -28,13 +27,11 @@ from machine_records import (
     CUTS_MEASURED,
     CUTS_PARTS,
     FILES,
-    FORMATS_CALIBRATION,
     FOUR_CALIBRATION,
     FOUR_MEASURED,
     FOUR_PARTS,
     H100S,
     HALVES_CALIBRATION,
-    INT8_CALIBRATION,
     INT8_MEASURED,
     LEFT_OUT,
     LONG_KEYS,
@@ -78,12 +75,11 @@ from ladder.perf.machine_files import FOLDER, OLDER, read, with_steps_of, write
 from ladder.perf.prediction.fitting import (
     calibrated,
     calibrations,
-    fit_converted,
     fit_prompts,
     fit_steps,
     fit_training,
 )
-from ladder.perf.prediction.records import PAIR, PAIR_WEIGHTS, RANK, predicted
+from ladder.perf.prediction.records import RANK, predicted
 
 GPU = "NVIDIA H200"
 MEMORY = Value(139.8, "declared: what torch reports as total_memory of an H200; not recorded")
@@ -96,11 +92,6 @@ FITTED = ("prompt_gap_us", "power_limit", "training_bytes")
 OF_FOUR = (*FITTED, *FLOORS, "power_exponent", "idle_power")
 # Types whose products were measured again, and the files.
 NEWER = {"int8": INT8_MEASURED, "fp8-block": BLOCK_MEASURED}
-# `converted`: a model and GPUs whose steps it is fitted to, the record, and the type.
-CONVERTED = (
-    (PAIR, FORMATS_CALIBRATION, PAIR_WEIGHTS), (RANK, BLOCK_CALIBRATION, PAIR_WEIGHTS),
-    (RANK, INT8_CALIBRATION, "int8"),
-)  # fmt: skip
 MISSING = "more rows", "converted (weights=fp8)", "converted (weights=int8)"
 
 
@@ -232,7 +223,7 @@ def four_today() -> Machine:
     files = [RESULTS / file for file in CUTS_CALIBRATION]
     found = replace(found, values={**found.values, "step_stretch": AS_IN_CHAINS})
     found = fit_steps(with_attention_in_steps(found, files), files)
-    found = replace(found, curves=(*found.curves, *converted(found), *BOTH_STREAMS))
+    found = replace(found, curves=(*found.curves, *BOTH_STREAMS))
     found = replace(found, values={**found.values, "boost_ms": BOOST})
     found = fit_prompts(found, [RESULTS / file for file in PROMPTS_CALIBRATION])
     return fit_training(found, [RESULTS / file for file in TRAINING_CALIBRATION])
@@ -242,23 +233,6 @@ def _stored_in(weights: str, where: Mapping[str, float | str]) -> bool:
     """Whether a curve is of products with such weights. Those of one row are threads' work, as
     before."""
     return where.get("weights") == weights and where.get("rows") != 1
-
-
-def converted(machine: Machine) -> list[Curve]:
-    """The curves of CONVERTED, fitted with this machine's steps."""
-    found: dict[str, Curve] = {}
-    for (model, gpus), file, weights in CONVERTED:
-        fit = fit_converted(with_steps_of(fitted(gpus), machine), [RESULTS / file], model)
-        curve = fit.curve("converted", weights=weights)
-        if weights in found:
-            points, about = found[weights].points, found[weights].provenance
-            curve = replace(
-                curve,
-                points=(*points, *curve.points),
-                provenance=f"{about} (one sequence); {curve.provenance}",
-            )
-        found[weights] = curve
-    return list(found.values())
 
 
 @functools.cache

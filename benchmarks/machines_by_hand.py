@@ -72,7 +72,7 @@ FITTED_BY_HAND = {
     ),
 }
 LADDERS = "fitted: what a ladder's steps of {} ask for, their mean; {}"
-PAIR, SINGLE = "half-8b (two H200s)", "quarter-8b (one)"
+PAIR, SINGLE, WHOLE = "half-8b (two H200s)", "quarter-8b (one)", "llama-3-8b (four)"
 OF_TWO = "2026-11-30-formats-half-8b-h200x2.jsonl"
 OF_ONE = "2026-11-30-formats-quarter-8b-h200.jsonl"
 OF_TODAY = "2026-11-30-today-quarter-8b-h200.jsonl"
@@ -80,17 +80,23 @@ QKV = "2026-11-30-qkv-quarter-8b-h200.jsonl"
 IN_BLOCKS = "2026-11-30-block-pieces-quarter-8b-h200.jsonl"
 IN_INT8 = "2026-11-30-int8-pieces-quarter-8b-h200.jsonl"
 OF_FOUR = "2026-11-29-2b-class-cuts-h200x4.jsonl"
+FP8_OF_FOUR = "2026-11-30-fp8-h200x4.jsonl"
+MORE_OF_FOUR = "2026-11-30-eight-bits-h200x4.jsonl"
 ASKED = {
     "bf16": (
         f"{PAIR}, {SINGLE} and, of one sequence, a 2b-class (four)",
         f"{OF_TWO}, {OF_ONE}, {OF_FOUR}",
     ),
     "fp8": (
-        f"{PAIR} and, of 4, 8 and 64, {SINGLE}; of 64 that of {PAIR} with the cuts before",
-        f"{OF_TWO}, {QKV}, {OF_TODAY}, 2026-11-29-half-8b-ahead-h200x2.jsonl",
+        f"{PAIR}, of 4 and more {SINGLE}, of 2 and 16 {WHOLE}; of 64 that of {PAIR} with the cuts "
+        f"before",
+        f"{OF_TWO}, {QKV}, {OF_TODAY}, {FP8_OF_FOUR}, 2026-11-29-half-8b-ahead-h200x2.jsonl",
     ),
-    "fp8-block": (f"{SINGLE} and, of one sequence, {PAIR}", f"{IN_BLOCKS}, {OF_TWO}"),
-    "int8": (SINGLE, IN_INT8),
+    "fp8-block": (
+        f"{SINGLE}, {WHOLE} and, of one sequence, {PAIR}",
+        f"{IN_BLOCKS}, {MORE_OF_FOUR}, {OF_TWO}",
+    ),
+    "int8": (f"{SINGLE} and {WHOLE}", f"{IN_INT8}, {MORE_OF_FOUR}"),
 }
 BOTH_STREAMS = tuple(
     Curve(

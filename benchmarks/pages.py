@@ -38,7 +38,7 @@ from ladder.parser import Parser, parse_words
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LATENCY = "2026-11-21-inference-h200x4"
-TODAY = "2026-11-29-inference-cuts-h200x4"
+TODAY = "2026-11-30-inference-h200x4"
 BATCHES = "2026-11-21-figures-h200x4"
 QUALITY = (
     "2026-11-21-quality-h200",

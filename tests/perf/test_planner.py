@@ -381,7 +381,7 @@ def test_weights_in_8_bits_are_read_as_stored(kind: str, capsys: Out) -> None:
     assert elements[0] - elements[1] == pytest.approx(saved)
     for one, other in zip(wide["rows"], narrow["rows"], strict=True):
         assert one["plan"] == other["plan"]
-        most = 0.9 if kind == "int8" else 0.75  # as recorded
+        most = {"int8": 0.9, "fp8-block": 0.78}.get(kind, 0.75)  # as recorded
         assert 0.5 < other["limits"]["products"] / one["limits"]["products"] < most
         assert other["far"]
         assert other["bases"]["interpolated"] > 0.5

@@ -41,7 +41,6 @@ from ladder.perf.riders import TODAY, Kernels
 
 CALIBRATED = ("llama-3-8b", "none")  # model and plan on all GPUs, from which values may be fitted
 RANK = ("quarter-8b", 1)  # a model and GPUs: it computes what a rank of that model does at TP 4
-PAIR, PAIR_WEIGHTS = ("half-8b", 2), "fp8-block"  # another such; calibrates only this
 MEASURED = {"decode": "decode_ms", "prefill": "prefill_ms", "train": "step_ms"}
 Point = TypeVar("Point")
 TP_DEGREE = 4  # T of recorded training steps of plans that depend on it, the default of bench train
@@ -292,9 +291,7 @@ def context_of(point: InferencePoint) -> int:
 
 def is_calibration(point: InferencePoint, machine: Machine) -> bool:
     """Whether a fitted value comes from a point, or could come from it."""
-    where = {(CALIBRATED[0], machine.gpus), RANK}
-    if point.weights == PAIR_WEIGHTS:
-        where.add(PAIR)
+    where = (CALIBRATED[0], machine.gpus), RANK
     this = point.plan == CALIBRATED[1] and (point.model, point.tp) in where
     return this and not point.no_comm and point.weights in ("bf16", *EIGHT_BITS)
 
