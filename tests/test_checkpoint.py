@@ -350,6 +350,17 @@ def test_a_run_that_was_killed_before_its_first_checkpoint(tmp_path: Path) -> No
 def test_a_folder_that_holds_no_model_is_named_with_its_option(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^init=.* is neither a model folder"):
         newest(tmp_path, "init=")
+    for step, file in (("9", "config.json"), ("10", "config.json"), ("11", "optimizer.pt")):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / file).touch()
+    with pytest.raises(UserError, match=r"^init=.*of transformers' Trainer; give .*checkpoint-10$"):
+        newest(tmp_path, "init=")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "meta/llama"}')
+    with pytest.raises(UserError, match=r"^init=.* an adapter of meta/llama, .*merge_and_unload"):
+        newest(tmp_path, "init=")
+    (tmp_path / "adapter_config.json").write_text("[")
+    with pytest.raises(UserError, match=r"^init=.* an adapter of a model, .*, and give OUT$"):
+        newest(tmp_path, "init=")
     with pytest.raises(UserError, match=r"^init=.*none does not exist; give"):
         newest(tmp_path / "none", "init=")
     (tmp_path / "step-000002").mkdir()

@@ -12,11 +12,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 import yaml
 
+from ladder.__main__ import main as command_main
 from ladder.cli import main
 from ladder.folders import newest
 from ladder.models import resolve_plan
@@ -498,6 +500,18 @@ def test_an_interrupt_says_how_to_go_on(
     Path("model/config.json").touch()
     assert main(command) == 130
     assert capsys.readouterr().err == f"{told}\nalso: step-000002 cannot be written\n"
+
+
+def test_an_interrupt_during_the_imports(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "ladder.cli", Interrupted("ladder.cli"))
+    assert command_main() == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -42,7 +42,7 @@ from ladder.convert.verify import cannot_compare, compare_logits, tensor_checksu
 from ladder.convert.weights import Made, plainly, recipes
 from ladder.data.tokenizer import SPECIAL_TOKENS, TOKENIZER_CONFIG, load_tokenizer, tokenizer_file
 from ladder.files import new_folder, write_text
-from ladder.hf_config import config_to_huggingface, refuse_other_plans
+from ladder.hf_config import config_to_huggingface, refuse_other_plans, stop_tokens
 from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError, unknown
 from ladder.models.transformer import meta_model
@@ -110,6 +110,7 @@ def convert(
     stored = asked or stored_dtype(model, reader)
     reader.close()
     refuse_damage(reader, "convert another checkpoint of the run")
+    _refuse_end(source, old.vocab_size)
     read_stop_tokens(source)  # refuses damaged ones now: they are copied
     todo = recipes(old, config)
     if weights is None:
@@ -164,6 +165,20 @@ def _dtype(dtype: str | torch.dtype, weights: str | None) -> torch.dtype:
         raise UserError(f"--dtype={name} with --weights={weights}: leave one of the two out")
     found: torch.dtype = getattr(torch, name)
     return found
+
+
+def _refuse_end(source: Path, vocab_size: int) -> None:
+    """Raise UserError if no end-of-text token of config.json is in the vocabulary.
+
+    The other ids are not checked: older Llamas have pad_token_id=-1.
+    """
+    path = source / "config.json"
+    ends = stop_tokens(read_json(path), str(path))
+    if ends and not any(0 <= each < vocab_size for each in ends):
+        raise UserError(
+            f"{path} has eos_token_id={ends[0] if len(ends) == 1 else ends}, outside vocab_size="
+            f"{vocab_size}, so that no text would end; correct it, or set it to null"
+        )
 
 
 def _write_config(

@@ -37,12 +37,17 @@ def columns_beside(name: str) -> tuple[str, ...]:
     return ("completion", "tools") if name == "prompt" else ("tools",)
 
 
+def chat_field_of(columns: Collection[str]) -> str:
+    """The column of these, usual in instruction data, that holds conversations, or ""."""
+    both = {"prompt", "completion"} <= {*columns}
+    usual = ("messages", "conversations", *(("prompt",) if both else ()))
+    return next((each for each in usual if each in columns), "")
+
+
 def remedy_for(columns: Collection[str]) -> str:
     """What to do about rows of these columns, which lack the one that was asked for."""
-    if name := next((each for each in ("messages", "conversations") if each in columns), ""):
+    if name := chat_field_of(columns):
         return f"give --chat-field {name}"
-    if {"prompt", "completion"} <= {*columns}:
-        return "give --chat-field prompt"
     return "write each row as a list of messages of role and content"
 
 

@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ladder.data.compression import GZIP, compressed, open_text, readable
-from ladder.data.conversations import columns_beside, conversation_text, remedy_for, unusable
+from ladder.data.conversations import (
+    chat_field_of,
+    columns_beside,
+    conversation_text,
+    remedy_for,
+    unusable,
+)
 from ladder.models.errors import UserError, kind_of, reason
 
 ROWS = 1024  # rows of a Parquet file that are in memory as Python strings at once
@@ -62,9 +68,16 @@ class Field:
         return [self.name, *(each for each in beside if each in names)]
 
     def missing(self, where: str, what: str, names: Collection[str]) -> UserError:
-        remedy = f"; {remedy_for(names)}" if self.conversations else ""
+        option = "--chat-field" if self.conversations else "--text-field"
+        if self.conversations:
+            remedy = remedy_for(names)
+        elif name := chat_field_of(names):
+            remedy = f"for conversations, give `ladder data prepare` --chat-field {name}"
+        else:
+            remedy = "give the one that holds the text"
         return UserError(
-            f"{where} has no {what} {self}; its {what}s: {', '.join(names) or 'none'}{remedy}"
+            f"{where} has no {what} {self.name!r} ({option}); its {what}s: "
+            f"{', '.join(names) or 'none'}; {remedy}"
         )
 
 

@@ -28,6 +28,7 @@ from ladder.data.tokenizer import (
 from ladder.models.errors import UserError, reason
 
 Message = dict[str, Any]  # role and content; one with weight 0 is not learnt
+DATE = "strftime_now"  # transformers' function that gives the date
 MARK = "END_OF_LAST_MESSAGE "  # a text that occurs in no conversation
 
 
@@ -98,13 +99,10 @@ class ChatTemplate:
         except LeftOut:
             raise
         except Exception as error:  # a template is a program and may raise anything
-            what = f"{type(error).__name__}: {error}"
-            if isinstance(error, LimitError | MemoryError):
-                what = str(error) or f"it takes more than {MEMORY / 2**30:g} GiB of memory"
             kind = RenderError if isinstance(error, UndefinedError | TypeError) else UserError
             raise kind(
-                f"the chat template of {self.where} cannot render a conversation ({what}); give "
-                f"another with --chat-template"
+                f"the chat template of {self.where} cannot render a conversation ({_why(error)}); "
+                f"give {'one without it' if _of_date(error) else 'another'} with --chat-template"
             ) from error
 
     def _render(self, messages: Sequence[Message], prompt: bool, tools: list[Any] | None) -> str:
@@ -152,10 +150,7 @@ class ChatTemplate:
             else:
                 found = self._cut(messages, whole, tools)
         except RenderError as error:
-            cause = error.__cause__
-            raise LeftOut(
-                f"that the template cannot render ({type(cause).__name__}: {cause})"
-            ) from error
+            raise LeftOut(f"that the template cannot render ({_why(error.__cause__)})") from error
         if not any(piece.answer and piece.text for piece in found):
             if any(piece.text for piece in found[1::2]):
                 raise LeftOut("whose answers all have weight 0")
@@ -256,6 +251,20 @@ def open_template(folder: Path, tokenizer: Tokenizer, given: str | None) -> Chat
 def _to_json(value: Any, **options: Any) -> str:
     """The filter `tojson`; Jinja's own would escape HTML."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
+
+
+def _of_date(error: BaseException | None) -> bool:
+    """Whether the template calls transformers' function of the date."""
+    return isinstance(error, UndefinedError) and str(error) == f"{DATE!r} is undefined"
+
+
+def _why(error: BaseException | None) -> str:
+    """Why a template cannot render a conversation."""
+    if isinstance(error, LimitError | MemoryError):
+        return str(error) or f"it takes more than {MEMORY / 2**30:g} GiB of memory"
+    if _of_date(error):
+        return f"it asks for the date by {DATE}, which is undefined, so that data is reproducible"
+    return f"{type(error).__name__}: {error}"
 
 
 def _refuse(message: str) -> None:

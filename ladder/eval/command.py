@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 
-from ladder.checkpoint import check_model, newest, trained_length
+from ladder.checkpoint import check_model, newest, read_config, trained_length
 from ladder.eval import offline, results, suites
 from ladder.eval.options import RESULTS, check
 from ladder.files import check_writable, make_folder, new_folder, write_text
 from ladder.infer.cache import check_cache_kind
+from ladder.infer.engine import refuse_not_finite
 from ladder.infer.load import (
     as_dtype,
     check_activations,
+    check_tokenizer,
     check_tp,
     dtype_of,
     kinds_of,
@@ -63,7 +65,9 @@ def eval_command(options: argparse.Namespace) -> int:
     for folder in folders.values():  # every model is checked before the first takes hours
         check_model(folder)
         kinds_of(options.weights, folder, device, options.activations)
-        open_template(folder, load_model_tokenizer(folder), options.chat_template)
+        tokenizer = load_model_tokenizer(folder)
+        check_tokenizer(folder, tokenizer)
+        open_template(folder, tokenizer, options.chat_template)
     launch.agree(vars(options))
     own = suites.own(chosen, options.include_path)
     if options.text and not own:
@@ -133,9 +137,12 @@ def _compare(
     models: dict[str, dict[str, Any]] = {}
     rows: list[list[str]] = []
     samples: dict[str, dict[str, Any]] = {}  # by model, with --log-samples
-    # One length for all models: windows of another length give other bits per byte.
+    # With a run, one length for all models: windows of another length give other bits per byte.
     lengths = {length for folder in folders.values() if (length := trained_length(folder))}
-    window = min(lengths, default=None)
+    contexts = {
+        name: read_config(folder, quantised=True).max_seq_len for name, folder in folders.items()
+    }
+    window = min({*lengths, *contexts.values()}) if lengths else None
     notes: dict[str, str] = {}
 
     def run(name: str, folder: Path) -> None:
@@ -156,7 +163,7 @@ def _compare(
     with _written(out, own) as data:
         tasks, index = _load_tasks(options, chosen, own, data)
         check_generation(tasks["tasks"], folders.values())
-        notes = _notes(tasks["tasks"], lengths)
+        notes = _notes(tasks["tasks"], lengths, contexts)
         run(*first)
     try:
         for each in others:
@@ -173,10 +180,13 @@ def _compare(
         print(", ".join(str(out / file) for file in files))
 
 
-def _notes(tasks: Mapping[str, Any], lengths: Collection[int]) -> dict[str, str]:
+def _notes(
+    tasks: Mapping[str, Any], lengths: Collection[int], contexts: Mapping[str, int]
+) -> dict[str, str]:
     """Notes below the table on some tasks: which text they score, and in which windows.
 
-    lengths: the `seq_len` at which runs among the models were trained.
+    lengths: the `seq_len` at which runs among the models were trained. contexts: each model's
+    max_seq_len.
     """
     notes = {}
     if HELDOUT in tasks:
@@ -184,9 +194,15 @@ def _notes(tasks: Mapping[str, Any], lengths: Collection[int]) -> dict[str, str]
     rolling = any(
         task.get_config("output_type") == "loglikelihood_rolling" for task in tasks.values()
     )
+    shortest = min(contexts.values())
     if rolling and lengths:
         which = "as trained" if len(lengths) == 1 else "the fewest that a run was trained with"
-        notes["windows"] = f"{min(lengths):,} tokens, {which}"
+        if shortest < min(lengths):
+            which = "the shortest context of the models"
+        notes["windows"] = f"{min(shortest, *lengths):,} tokens, {which}"
+    elif rolling and max(contexts.values()) > shortest:
+        each = ", ".join(f"{name} {context:,}" for name, context in contexts.items())
+        notes["windows"] = f"{each} tokens, each model's context"
     return notes
 
 
@@ -216,10 +232,11 @@ def _run(
             if (kind := getattr(options, what)) != "auto":
                 held += f", {kind} {what}"
         print(f"{name}: {folder} ({dtype}{held})", flush=True)
-    found = evaluate(
-        model, folder, tasks, options.batch, options.limit, options.chat_template, options.cache,
-        window, samples,
-    )  # fmt: skip
+    with refuse_not_finite(folder):
+        found = evaluate(
+            model, folder, tasks, options.batch, options.limit, options.chat_template,
+            options.cache, window, samples,
+        )  # fmt: skip
     facts = {
         "folder": str(folder),
         "plan": model.config.plan.name,

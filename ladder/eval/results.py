@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ SAMPLES = "samples_*.jsonl"  # in --out; * is the task
 class Metric:
     """One figure of a task.
 
-    stderr: its standard error; None if there is no estimate. higher_is_better: None if the task
-    does not say. examples: the number of examples.
+    num_fewshot: None for a group whose tasks differ in it. stderr: its standard error; None if
+    there is no estimate. higher_is_better: None if the task does not say. examples: the number of
+    examples.
     """
 
     task: str
-    num_fewshot: int
+    num_fewshot: int | None
     metric: str
     value: float
     stderr: float | None
@@ -56,7 +57,7 @@ def metrics(results: Mapping[str, Any]) -> list[Metric]:
             found.append(
                 Metric(
                     task=task,
-                    num_fewshot=int(results["n-shot"].get(task) or 0),
+                    num_fewshot=results["n-shot"].get(task),
                     metric=name if kind == "none" else f"{name} ({kind})",
                     value=float(value),
                     stderr=None if stderr is None else float(stderr),
@@ -85,19 +86,20 @@ def ratio_stderr(name: str, pairs: Sequence[Any]) -> float | None:
 
 
 def shown(found: Sequence[Metric], groups: Mapping[str, Sequence[str]]) -> list[Metric]:
-    """The metrics to show: without the members of groups that have figures of their own."""
-    whole = {each.task for each in found}
-    hidden: set[str] = set()
+    """The metrics to show: without those that a group reports for all its members."""
+    reported: dict[str, set[str]] = {}
+    for each in found:
+        reported.setdefault(each.task, set()).add(each.metric)
+    hidden: set[tuple[str, str]] = set()
 
-    def hide(group: str) -> None:
+    def hide(group: str, names: Iterable[str]) -> None:
         for child in groups.get(group, ()):
-            hidden.add(child)
-            hide(child)
+            hidden.update((child, name) for name in names)
+            hide(child, names)
 
     for group in groups:
-        if group in whole:
-            hide(group)
-    return [each for each in found if each.task not in hidden]
+        hide(group, reported.get(group, ()))
+    return [each for each in found if (each.task, each.metric) not in hidden]
 
 
 def table(columns: Mapping[str, Sequence[Metric]]) -> list[list[str]]:
@@ -110,7 +112,8 @@ def table(columns: Mapping[str, Sequence[Metric]]) -> list[list[str]]:
     for each in next(iter(columns.values())):
         arrow = {True: " ↑", False: " ↓", None: ""}[each.higher_is_better]
         values = [cells[name].get((each.task, each.metric), "-") for name in columns]
-        rows.append([each.task, str(each.num_fewshot), each.metric + arrow, *values])
+        shots = "-" if each.num_fewshot is None else str(each.num_fewshot)
+        rows.append([each.task, shots, each.metric + arrow, *values])
     return rows
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ladder.infer.cache import reading
-from ladder.infer.engine import device_of
+from ladder.infer.engine import NotFiniteError, device_of
 from ladder.infer.sampling import choose_greedily
 from ladder.models.errors import UserError
 from ladder.models.layers import vocabulary_start
@@ -58,7 +58,7 @@ def score(
     where: the model's folder, for errors.
 
     Raises UserError, before the first forward pass, for a continuation longer than the model's
-    context, RuntimeError if the logits are not finite.
+    context or a token outside its vocabulary, NotFiniteError if the logits are not finite.
     """
     results = [Score(0.0, True)] * len(requests)
     room = model.config.max_seq_len
@@ -73,8 +73,8 @@ def score(
             )
         if not all(0 <= token < model.config.vocab_size for token in (*context, *continuation)):
             raise UserError(
-                f"a text has a token outside vocab_size={model.config.vocab_size}; is it another "
-                f"model's tokenizer?"
+                f"a text has a token outside vocab_size={model.config.vocab_size} of {where}; is "
+                f"its tokenizer another model's?"
             )
         if continuation:
             fed = (*context, *continuation)[-(room + 1) : -1]
@@ -127,7 +127,7 @@ def _score(
     likeliest = choose_greedily(logits, first, reducer) == goal
     losses, likeliest = losses.double().cpu(), likeliest.cpu()
     if not torch.isfinite(losses).all():
-        raise RuntimeError("the model's logits are not finite: it cannot be evaluated")
+        raise NotFiniteError("the model's logits are not finite")
     return [
         Score(-float(each.sum()), bool(same.all()))
         for each, same in zip(losses.split(sizes), likeliest.split(sizes), strict=True)

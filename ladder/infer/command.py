@@ -13,7 +13,7 @@ from ladder.comm.access import common_push_refusal
 from ladder.data.template import ChatTemplate, LeftOut, open_template
 from ladder.data.tokenizer import encode
 from ladder.infer.cache import check_cache_kind
-from ladder.infer.engine import NotFiniteError, device_of, generate
+from ladder.infer.engine import device_of, generate, refuse_not_finite
 from ladder.infer.fused import fuse_refusal
 from ladder.infer.lines import line_name, write_completions
 from ladder.infer.load import load_for_inference, load_model_tokenizer
@@ -62,7 +62,7 @@ def generate_command(options: argparse.Namespace) -> int:
         begun = options.prompt[0] if template is None else ""
         printer = TokenPrinter(tokenizer, prompts[0], begun, until)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), refuse_not_finite(folder):
             results = generate(
                 model,
                 prompts,
@@ -77,11 +77,6 @@ def generate_command(options: argparse.Namespace) -> int:
         if printer is not None:
             print()  # so that the message about it begins a new line
         raise
-    except NotFiniteError as error:
-        raise UserError(
-            f"{folder}: {error}; its weights hold NaN or infinities, or overflow: try --dtype "
-            f"float32, or use another model"
-        ) from error
     if printer is not None:
         printer.end()
     if main and (kind := held_as(model)):

@@ -7,8 +7,9 @@ steps run in eager mode. Both run the same `Transformer`.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -53,6 +54,18 @@ class Completion:
 
 class NotFiniteError(RuntimeError):
     """A model's logits hold NaN, or infinities."""
+
+
+@contextlib.contextmanager
+def refuse_not_finite(folder: Path) -> Iterator[None]:
+    """Turn NotFiniteError, of the model in `folder`, into the UserError of a command."""
+    try:
+        yield
+    except NotFiniteError as error:
+        raise UserError(
+            f"{folder}: {error}; its weights hold NaN or infinities, or overflow: try --dtype "
+            f"float32, or use another model"
+        ) from error
 
 
 class Engine:

@@ -18,6 +18,7 @@ from ladder.checkpoint import (
     load_model,
     newest,
     quantised_as,
+    read_config,
     refuse_damage,
 )
 from ladder.config import DTYPES
@@ -46,6 +47,21 @@ def load_model_tokenizer(folder: Path) -> Tokenizer:
     if not any((folder / name).is_file() for name in (FILE, SENTENCEPIECE)):
         raise UserError(f"no tokenizer at {folder / FILE}; copy the model's own {FILE} there")
     return load_tokenizer(folder)
+
+
+def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raise UserError if the folder's tokenizer makes tokens that its model does not have.
+
+    Added tokens do not count: some folders have a padding token beyond the vocabulary, which no
+    text contains.
+    """
+    size = read_config(folder, quantised=True).vocab_size
+    largest = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
+    if largest >= size:
+        raise UserError(
+            f"{folder} has a tokenizer with a token of id {largest}, outside vocab_size={size}; "
+            f"copy the model's own {FILE} there"
+        )
 
 
 def as_dtype(name: str) -> torch.dtype | None:

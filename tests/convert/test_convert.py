@@ -338,6 +338,8 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
         (change_config(partial_rotary_factor=0.5), ("partial_rotary_factor=0.5",)),
         (change_config(quantization_config={"bits": 4}), ("quantization_config",)),
         (change_config(eos_token_id="<end>"), ("eos_token_id='<end>'",)),
+        (change_config(eos_token_id=91), ("json has eos_token_id=91, outside vocab_size=91",)),
+        (change_config(eos_token_id=[92, -1]), ("eos_token_id=[92, -1], outside",)),
         (change_config(model_type="mistral", sliding_window=32),
          ("sliding_window=32", "max_position_embeddings=64")),
         (change_config(model_type="qwen2", sliding_window=32, use_sliding_window=True,
@@ -352,6 +354,15 @@ def test_what_cannot_be_converted_is_named(
 ) -> None:
     damage(save(tmp_path / "hf"))
     assert_refused(capsys, tmp_path / "hf", words, "--plan", "ladder")
+
+
+def test_ids_that_models_have_are_kept(tmp_path: Path) -> None:
+    """Older Llamas have a padding token of -1, and one end of several in the vocabulary ends."""
+    source = save(tmp_path / "hf")
+    edit(source / "config.json", eos_token_id=[3, 200], pad_token_id=-1)
+    convert(source, tmp_path / "out")
+    kept = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (kept["eos_token_id"], kept["huggingface"]["pad_token_id"]) == ([3, 200], -1)
 
 
 def test_a_value_too_large_for_the_type_is_named(tmp_path: Path) -> None:

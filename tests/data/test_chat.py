@@ -248,7 +248,7 @@ def test_packing_is_dense_and_repeatable() -> None:
         ("{% for m in messages %}", "is not valid Jinja"),
         ("{{ messages[0].content.upper(1) }}", "cannot render .TypeError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
-        ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
+        ("{{ strftime_now('%Y') }}", "it asks for the date by strftime_now, which is undefined"),
         ("{{ 1 // 0 }}", "cannot render a conversation .ZeroDivisionError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("", "whose answers the template does not write"),
@@ -261,6 +261,16 @@ def test_broken_templates_are_refused(
     (tmp_path / "bad.jinja").write_text(source)
     with pytest.raises(UserError, match=message):
         prepare_chats(tmp_path, tokenizer, [CHAT], chat_template=tmp_path / "bad.jinja")
+
+
+def test_a_template_that_asks_for_the_date() -> None:
+    """It is undefined: without a default of its own the template is refused, with the remedy."""
+    with pytest.raises(UserError, match=r"asks for the date .*cible\); give one without it"):
+        ChatTemplate("{{ strftime_now('%Y') }}", {}, "x").render([])
+    guarded = "{{ strftime_now('%Y') if strftime_now is defined else '26 Jul 2024' }}"
+    assert ChatTemplate(guarded, {}, "x").render([]) == "26 Jul 2024"
+    with pytest.raises(UserError, match=r"'name' is undefined\); give another with"):
+        ChatTemplate("{{ name('%Y') }}", {}, "x").render([])
 
 
 def test_a_template_that_is_not_utf8_is_refused(tokenizer: Path, tmp_path: Path) -> None:

@@ -130,6 +130,17 @@ def test_texts_are_scored_in_windows_as_a_run_was_trained(
     assert values[0] == values[1] == values[2]
     others = [next(iter(record["results"].values()))[0]["value"] for record in (alone, one)]
     assert len({values[0], *others}) == 3
+    short = tmp_path / "short"
+    shutil.copytree(llama, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
+    printed, lower = found(runs[1], short)
+    assert "windows: 32 tokens, the shortest context of the models\n" in printed
+    assert windows(lower) == [32, 32]
+    printed, each = found(llama, short)  # no run
+    assert f"windows: {llama} 192, {short} 32 tokens, each model's context\n" in printed
+    assert each["windows"] == f"{llama} 192, {short} 32 tokens, each model's context"
+    assert windows(each) == [192, 32]
     printed, _ = found(runs[0], task="local_sums")  # has no windows
     assert "windows" not in printed
     assert "characters of each document" not in printed
@@ -207,6 +218,27 @@ def test_finished_models_are_kept(
     record = json.loads((out / "results.json").read_text())
     assert list(record["results"]) == [str(llama), str(other)]
     assert record["incomplete"] is None
+
+
+@pytest.mark.parametrize("task", ["local_cloze", "local_arithmetic"])  # scored, and generated
+def test_a_model_without_finite_logits(
+    llama: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
+) -> None:
+    needs_lm_eval()
+    other, out = tmp_path / "other", tmp_path / "out"
+    shutil.copytree(llama, other)
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, other / "model.safetensors")
+    assert main(["eval", str(llama), str(other), "--text", str(texts), "--out", str(out),
+                 "--limit", "1", "--device", "cpu", "--tasks", task]) == 2  # fmt: skip
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    (line,) = (line for line in said.splitlines() if line.startswith("error: "))
+    assert re.match(rf"error: {other}: the model's logits .*are not finite; its weights", line)
+    assert f"{out / 'results.json'} has the results of the models that were finished" in said
+    assert main(["generate", str(other), "--prompt", "a", "--device", "cpu"]) == 2
+    assert f"error: {other}: the model's logits of prompt 0 are" in capsys.readouterr().err
 
 
 def test_a_task_of_the_hub_without_a_network(
@@ -287,6 +319,16 @@ def test_the_last_model_is_looked_at_before_the_first_is_run(
     assert f"{gone} cannot be read (No such file or directory); give" in said(
         "--chat-template", gone
     )
+    definition = json.loads((other / "tokenizer.json").read_text())
+    added = {**definition["added_tokens"][0], "id": 4000, "content": "[PAD]"}  # as some Llamas have
+    (other / "tokenizer.json").write_text(
+        json.dumps({**definition, "added_tokens": [*definition["added_tokens"], added]})
+    )
+    assert "has no chat template" in said("--chat-template")
+    definition["model"]["vocab"]["much"] = 5000
+    (other / "tokenizer.json").write_text(json.dumps(definition))
+    size = json.loads((other / "config.json").read_text())["vocab_size"]
+    assert f"{other} has a tokenizer with a token of id 5000, outside vocab_size={size}" in said()
     (other / "tokenizer.json").unlink()
     assert "tokenizer.json; copy the model's own tokenizer.json there" in said()
     assert main(["generate", str(other), "--prompt", "a"]) == 2

@@ -15,7 +15,7 @@ from ladder.checkpoint import load_model
 from ladder.eval import offline, results, suites
 from ladder.eval.command import evaluate
 from ladder.eval.scoring import Request, score
-from ladder.infer.engine import generate
+from ladder.infer.engine import generate, refuse_not_finite
 from ladder.models import Transformer, UserError
 from tests.corpus import WORDS
 from tests.distributed import Pools, tp_mesh
@@ -107,12 +107,50 @@ def test_what_cannot_be_scored_is_refused() -> None:
     model = make("standard", None)
     with pytest.raises(UserError, match="task 'x' has a continuation of 41 tokens, longer than"):
         score(model, [Request([1], [1] * 41, "x")], 4)
-    with pytest.raises(UserError, match="a token outside vocab_size=67"):
-        score(model, [Request([1], [67])], 4)
+    with pytest.raises(UserError, match="a token outside vocab_size=67 of runs/x; is its tok"):
+        score(model, [Request([1], [67])], 4, where="runs/x")
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="not finite"):
         score(model, [Request([1], [1])], 4)
+
+
+def refused_on_rank(rank: int, world: int) -> list[str]:
+    model, said = make("ladder", None, tp_mesh(world)), []
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    for work in (lambda: score(model, requests(), 3), lambda: generate(model, prompts())):
+        with pytest.raises(UserError) as error, refuse_not_finite(Path("runs/x")):
+            work()
+        said.append(str(error.value))
+    return said
+
+
+def test_logits_that_are_not_finite_are_refused_on_every_rank(pools: Pools) -> None:
+    first, second = pools(2).run(refused_on_rank)
+    assert first == second
+    for said, what in zip(first, ("logits are", "logits of prompt 0 are"), strict=True):
+        assert said.startswith(f"runs/x: the model's {what} not finite; its weights hold NaN or")
+
+
+def test_groups_hide_what_they_report() -> None:
+    """A metric that no group above a task reports is the task's alone; shots may differ."""
+    found = results.metrics({
+        "results": {
+            "all": {"acc,none": 0.5, "sample_len": 4},
+            "part": {"exact_match,none": 0.25},
+            "a": {"acc,none": 0.5, "acc_norm,none": 0.75},
+            "b": {"acc,none": 0.5, "exact_match,none": 0.25},
+        },
+        "n-shot": {"a": 0, "b": 5, "part": 5},
+        "higher_is_better": {},
+    })  # fmt: skip
+    shown = results.shown(found, {"all": ["a", "part"], "part": ["b"]})
+    rows = results.table({"m": shown})
+    assert [row[:3] for row in rows[1:]] == [
+        ["all", "-", "acc"], ["part", "5", "exact_match"], ["a", "0", "acc_norm"]
+    ]  # fmt: skip
+    assert results.plain({"m": shown})["m"][0]["num_fewshot"] is None
 
 
 def test_a_caller_ends_a_generation() -> None:
