@@ -29,6 +29,7 @@ OVERVIEW = (
     "dtp-1",
     "none",
 )
+CHECKPOINT = "checkpoint"  # what --plans calls a folder's own plan
 FAMILIAR = "llama-3-8b"  # proposed before other shapes, if it has the plan's number of layers
 ACCUMULATED = """\
 reduce accumulated: one sum of the plain partials of all sublayers since the last reduce, read as

@@ -15,7 +15,7 @@ import pytest
 from tests import ROOT
 from tests.distributed import PATIENCE
 
-SHARED = "config costs files folders hf_config lock models progress reader records"
+SHARED = "config costs files folders hf_config lock models operator_names progress reader records"
 COMPUTED = "jit comm kernels ops parallel"
 JOBS = f"{SHARED} {COMPUTED} next_step checkpoint data plans"
 
@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "models": "",
     "jit": "models",
     "lock": "models",
+    "operator_names": "",
     "parser": "models",
     "progress": "",
     "config": "models",
@@ -36,8 +37,8 @@ MAY_IMPORT = {
     "reader": "config models",
     "comm": "jit models",
     "kernels": "comm costs jit models",
-    "ops": "kernels comm jit config costs models",
-    "parallel": "ops kernels comm jit config costs files models",
+    "ops": "kernels comm jit config costs models operator_names",
+    "parallel": "ops kernels comm jit config costs files models operator_names",
     "next_step": "parallel",
     "plans": "config models next_step",
     "checkpoint": "files folders hf_config models parallel reader",

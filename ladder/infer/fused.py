@@ -48,7 +48,7 @@ from ladder.models.reducer import Reducer
 from ladder.models.runtime import PassFactory
 from ladder.models.sublayers import MLP, Attention, Context, Sublayer
 from ladder.models.transformer import Parts, Transformer
-from ladder.parallel.choose import Choice, choose
+from ladder.parallel.choose import Choice, choose_decode, choose_prefill
 from ladder.parallel.decode import DecodePass, DecodeReducer
 from ladder.parallel.dispatch import PREFILL_TRANSPORTS
 from ladder.parallel.overlap import Overlap
@@ -327,7 +327,7 @@ def _rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 class PassReducers:
-    """The reducers of a fused model's passes: `choose` decides by the tokens' shape [B, S].
+    """The reducers of a fused model's passes: `choice` decides by the tokens' shape [B, S].
 
     base: the model's own reducer. token_bytes: the size of one token's partial. insists: prompts
     must run by fused operators (`FusedPrompts`). overlaps: see `Overlap`; None: no prompt runs by
@@ -361,12 +361,13 @@ class PassReducers:
 
         mode: whether the pass runs in a CUDA graph; None: the mode of the current code.
         """
-        mode, overlaps = mode or current_mode(), self.overlaps
-        phase = "decode" if shape[1] == 1 else "prefill"
         table, asked = (None, "async") if self.push is None else (self.push.dispatch, "push")
         asked = "fused" if self.insists else asked
-        return choose(
-            phase, self.plan, self.base.ranks, shape, self.token_bytes, table, asked,
+        if shape[1] == 1:
+            return choose_decode(self.plan, self.base.ranks, shape[0], table, asked)
+        mode, overlaps = mode or current_mode(), self.overlaps
+        return choose_prefill(
+            self.plan, self.base.ranks, shape, self.token_bytes, table, asked,
             overlaps=None if overlaps is None else lambda tokens: overlaps(tokens, mode),
         )  # fmt: skip
 

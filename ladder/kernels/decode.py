@@ -98,9 +98,9 @@ def _project_kernel(
                  start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD,
                  WP, CHUNKS, BITS, EMPTY, GIVES, WAITS, BLOCK)  # fmt: skip
     elif pieces is not None:
-        _tile_of_pieces(program, x, weight, up, scales, up_scales, pieces, factors, out, squares,
-                        add, factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CHUNKS,
-                        CP, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY, STAGES, KIND, GIVES, WAITS,
+        _tile_of_pieces(program, weight, up, scales, up_scales, pieces, factors, out, squares, add,
+                        factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CHUNKS, CP,
+                        ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY, STAGES, KIND, GIVES, WAITS,
                         BLOCK, EARLY, AHEAD, ROWS, PARTS, ALIGN)  # fmt: skip
     else:
         _tile(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,

@@ -221,7 +221,7 @@ def _tile(
 @jit
 @no_type_check
 def _tile_of_pieces(
-    program, x, weight, up, scales, up_scales, pieces, factors, out, squares, add, factor, eps,
+    program, weight, up, scales, up_scales, pieces, factors, out, squares, add, factor, eps,
     buffers, start, N,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,

@@ -155,7 +155,8 @@ class Plan:
         than the own parts of groups in flight, or if an own_scale has no meaning."""
         begin, scale = self.group_begins[last], self.sublayers[last].own_scale
         assert begin is not None
-        if not self._equal[begin][1]:
+        _, base_equal = self._equal_and_base_equal[begin]
+        if not base_equal:
             raise UserError(
                 f"the ranks' residuals differ at sublayer {begin} of plan {self.name!r}, where "
                 f"the group of sublayer {last} (reduce=accumulated) begins; set reduce=residual "
@@ -164,7 +165,7 @@ class Plan:
         if scale != 1 and not self.own_needed[last]:
             raise UserError(
                 f"own_scale={scale!r} of sublayer {last} of plan {self.name!r} must be 1: no "
-                f"sublayer reads its own part apart from the sum (reduce=accumulated)"
+                f"sublayer reads its own part before the group's sum (reduce=accumulated)"
             )
 
     @cached_property
@@ -192,6 +193,14 @@ class Plan:
         Outputs are counted in order, and what has landed never leaves: read n takes all but the
         newest `lag`, or as many as had landed before. Before the final norm everything lands. The
         sum of a group lands with the peers' part of the group's last output.
+
+        `accumulate-2x` on two layers, with T = 4 and own_scale sqrt(T) = 2:
+
+            read 0  ()
+            read 1  Landing(0, summed=False, own=2.0): X_r + 2 o_0^r
+            read 2  Landing(1, summed=True, on_base=True): B + S, S of outputs 0 and 1, on all ranks
+            read 3  Landing(2, summed=False, own=2.0)
+            read 4  Landing(3, summed=True, on_base=True)
         """
         reads: list[tuple[Landing, ...]] = []
         own = peers = 0  # how many outputs have landed, this rank's part and its peers' part
@@ -239,8 +248,8 @@ class Plan:
         if own_to - m - 1 > MOST_KEPT:
             raise UserError(
                 f"sublayer {n} of plan {self.name!r} reads the sum of sublayer {m} "
-                f"(reduce=accumulated) with {own_to - m - 1} newer own parts, of at most "
-                f"{MOST_KEPT}; lower its peer_lag"
+                f"(reduce=accumulated) after {own_to - m - 1} newer own parts, more than the "
+                f"{MOST_KEPT} that can be kept to be added again; lower its peer_lag"
             )
 
     def _refuse_in_flight(self, n: int, first: int) -> None:
@@ -253,17 +262,17 @@ class Plan:
             return
         record, begin = self.sublayers[n], self.group_begins[n]
         if record.reduce == "residual":
-            has = "has reduce=residual with outputs in flight"
+            has = f"has reduce=residual while output {n - 1} is still in flight"
         elif begin == n and self.group_begins[n - 1] is None:
             has = (
-                f"begins the group that sublayer {self._reduced_by(n)} sums (reduce=accumulated), "
-                f"with output {n - 1}, which is of no such group, in flight"
+                f"starts a group (sublayers {n} to {self._reduced_by(n)}, reduce=accumulated) "
+                f"while output {n - 1}, of no group, is still in flight"
             )
         else:
             return
         raise UserError(
-            f"sublayer {n} of plan {self.name!r} {has} (own_lag={record.own_lag}, "
-            f"peer_lag={record.peer_lag}); its lags must be 0"
+            f"sublayer {n} of plan {self.name!r} {has}; set own_lag=0 and peer_lag=0 for sublayer "
+            f"{n} (now own_lag={record.own_lag}, peer_lag={record.peer_lag})"
         )
 
     @cached_property
@@ -291,11 +300,12 @@ class Plan:
 
         A norm that reads residuals that differ has its own weight on each rank.
         """
-        return tuple(equal for equal, _ in self._equal)
+        return tuple(equal for equal, _ in self._equal_and_base_equal)
 
     @cached_property
-    def _equal(self) -> tuple[tuple[bool, bool], ...]:
-        """Whether each read's residuals are equal, and whether they are but for groups, N + 1."""
+    def _equal_and_base_equal(self) -> tuple[tuple[bool, bool], ...]:
+        """For each read: whether the residuals are equal on all ranks; and whether they are if the
+        own parts of `accumulated` groups whose sums have not landed are left out. N + 1 entries."""
         grouped: dict[int, float] = {}  # factor of o^r beyond S, of each landed output of a group
         others: dict[int, float] = {}  # and of the others
         found = []

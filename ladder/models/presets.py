@@ -17,24 +17,12 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ladder.models.errors import UserError, check_keys, is_whole, unknown
 from ladder.models.plan import Plan, SublayerRecord
-
-PRESETS = (
-    "standard",
-    "parallel",
-    "ladder",
-    "hybrid",
-    "desync-Nx",
-    "accumulate-Nx",
-    "accumulate-Nx-lagK",
-    "dtp-D",
-    "none",
-)
 
 MOST_LAYERS = 10_000  # of a model: a mistyped number would take endless time
 MOST_RANKS = 2**16
@@ -101,7 +89,8 @@ def _whole(name: str, value: Any, most: int, where: str = "") -> int:
 def _scaled(spec: Any) -> bool:
     """Whether a specification has presets whose records hold the square root of T."""
     if isinstance(spec, str):
-        return "dtp-" in spec or "accumulate-" in spec
+        names = [part.strip().partition("@")[0] for part in spec.split(",")]
+        return any(found[0].scaled for name in names if (found := _find(name)))
     presets = [each["preset"] for each in spec if isinstance(each, Mapping) and "preset" in each]
     return any(_scaled(str(each)) for each in presets)
 
@@ -279,102 +268,181 @@ def _preset(
     name: str, layers: range, num_layers: int, tp_degree: int | None
 ) -> list[SublayerRecord]:
     """The records of preset `name` on `layers`."""
-    number = re.fullmatch(r"(?:desync|accumulate)-(\d+)x|dtp-(\d+)", name)
-    lagging = re.fullmatch(r"accumulate-(\d+)x-lag(\d+)", name)
-    numbers = [each for match in (number, lagging) if match for each in match.groups() if each]
+    if (found := _find(name)) is None:
+        raise _unknown_preset(name)
+    preset, numbers = found
     if any(len(each) > DIGITS for each in numbers):
         raise UserError(f"plan {name!r} has a number of more than {DIGITS} digits; give a smaller")
-    count = 2 * len(layers)
-    kinds = ("attention", "mlp") * len(layers)
-    if (name in ("none", "hybrid") or (number and number[2])) and len(layers) != num_layers:
+    if preset.whole and len(layers) != num_layers:
         raise UserError(
             f"preset {name!r} covers the whole model only, not a range of layers; choose another "
             f"preset, or write the layers' lags into a plan of your own"
         )
-    if name == "standard":
-        return [SublayerRecord(kind) for kind in kinds]
-    if name == "parallel":
-        return [SublayerRecord("attention+mlp")] * len(layers)
-    if name == "ladder":
-        return [SublayerRecord(kind, own_lag=1, peer_lag=1) for kind in kinds]
-    if name == "none":
-        return [SublayerRecord(kind, reduce="none") for kind in kinds]
-    if name == "hybrid":  # the paper's converted models: ladder on the upper half (4.2)
-        return _from_string(f"ladder@{num_layers // 2}-{num_layers - 1}", num_layers, tp_degree)
-    if number and number[1]:
-        n = int(number[1])
-        if n < 2:
-            raise UserError(
-                f"plan {name!r}: n must be 2 or more; {name[: -len(number[1]) - 1]}1x is `standard`"
-            )
-        accumulates = name.startswith("accumulate")
-        reduce = "accumulated" if accumulates else "residual"
-        scale = _root(name, tp_degree) if accumulates else 1.0
-        return [
-            SublayerRecord(kind, reduce=reduce)
-            if i % n == 0 or i == count
-            else SublayerRecord(kind, reduce="none", own_scale=scale)
-            for i, kind in enumerate(kinds, start=1)
-        ]
-    delay = int(number[2] if number else lagging[2] if lagging else 0)
-    if delay >= count:  # no sublayer could read a sum so late
-        has = "the model has" if len(layers) == num_layers else "its layers have"
-        raise UserError(
-            f"plan {name!r} delays by {delay} sublayers but {has} only {count}; give a smaller "
-            f"number, or more layers"
-        )
-    if lagging:
-        return _accumulate_late(name, int(lagging[1]), delay, layers, tp_degree)
-    if number and number[2]:
-        root = _root(name, tp_degree) if delay else 1.0
-        return [
-            SublayerRecord(
-                kind,
-                own_lag=0,
-                peer_lag=delay,
-                reduce="output" if n < count - delay else "none",
-                own_scale=root if n < delay or n >= count - delay else 1.0,
-            )
-            for n, kind in enumerate(kinds)
-        ]
+    return preset.build(_Layers(name, layers, num_layers, tp_degree), *map(int, numbers))
+
+
+def _find(name: str) -> tuple[Preset, tuple[str, ...]] | None:
+    """The preset of this name and the numbers in it; None if there is none."""
+    for form, preset in PRESETS.items():
+        if match := re.fullmatch(re.sub("[A-Z]", r"(\\d+)", form), name):
+            return preset, match.groups()
+    return None
+
+
+def _unknown_preset(name: str) -> UserError:
     if "," in name:
-        raise UserError(
+        return UserError(
             f"unknown plan {name!r}: several plans are separated by spaces; one of presets on "
             f"layers has ranges, as ladder@0-3,desync-2x@4-7"
         )
     if os.path.isfile(name):
-        raise UserError(
+        return UserError(
             f"plan {name!r} is a file, but a plan's file has a name that ends in one of "
             f"{', '.join(FILES)}; rename the file, or give a preset's name"
         )
-    raise unknown("plan", name, PRESETS)
+    return unknown("plan", name, tuple(PRESETS))
 
 
-def _accumulate_late(
-    name: str, every: int, lag: int, layers: range, tp_degree: int | None
-) -> list[SublayerRecord]:
-    """The records of `accumulate-Nx-lagK`, N = `every` and K = `lag`."""
+@dataclass(frozen=True)
+class _Layers:
+    """The layers whose records a preset builds.
+
+    name: the preset's, with its numbers. layers: a range of the model's `num_layers`.
+    """
+
+    name: str
+    layers: range
+    num_layers: int
+    tp_degree: int | None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return ("attention", "mlp") * len(self.layers)
+
+    def root(self) -> float:
+        """sqrt(T), by which the preset scales."""
+        if self.tp_degree is None:
+            raise depends_on_tp(self.name)
+        return math.sqrt(self.tp_degree)
+
+    def check_lag(self, lag: int) -> None:
+        """Raise UserError if no sublayer could read a sum so late."""
+        count = len(self.kinds)
+        if lag >= count:
+            has = "the model has" if len(self.layers) == self.num_layers else "its layers have"
+            raise UserError(
+                f"plan {self.name!r} delays by {lag} sublayers but {has} only {count}; give a "
+                f"smaller number, or more layers"
+            )
+
+
+def _standard(at: _Layers) -> list[SublayerRecord]:
+    return [SublayerRecord(kind) for kind in at.kinds]
+
+
+def _parallel(at: _Layers) -> list[SublayerRecord]:
+    return [SublayerRecord("attention+mlp")] * len(at.layers)
+
+
+def _ladder(at: _Layers) -> list[SublayerRecord]:
+    return [SublayerRecord(kind, own_lag=1, peer_lag=1) for kind in at.kinds]
+
+
+def _hybrid(at: _Layers) -> list[SublayerRecord]:
+    """The paper's converted models: ladder on the upper half (4.2)."""
+    lower = 2 * (at.num_layers // 2)
+    return _standard(at)[:lower] + _ladder(at)[lower:]
+
+
+def _desync(at: _Layers, n: int) -> list[SublayerRecord]:
+    _check_group(at, n)
+    return _groups(at, n, "residual", 1.0)
+
+
+def _accumulate(at: _Layers, n: int) -> list[SublayerRecord]:
+    _check_group(at, n)
+    return _groups(at, n, "accumulated", at.root())
+
+
+def _check_group(at: _Layers, n: int) -> None:
+    if n < 2:
+        raise UserError(
+            f"plan {at.name!r}: n must be 2 or more; {at.name.split('-')[0]}-1x is `standard`"
+        )
+
+
+def _groups(at: _Layers, n: int, reduce: str, scale: float) -> list[SublayerRecord]:
+    """Groups of n sublayers, of which the last reduces by `reduce`. scale: own_scale of the rest.
+
+    The last group has what is left.
+    """
+    return [
+        SublayerRecord(kind, reduce=reduce)
+        if i % n == 0 or i == len(at.kinds)
+        else SublayerRecord(kind, reduce="none", own_scale=scale)
+        for i, kind in enumerate(at.kinds, start=1)
+    ]
+
+
+def _accumulate_late(at: _Layers, every: int, lag: int) -> list[SublayerRecord]:
+    at.check_lag(lag)
     if every < 1 or lag < 1:
-        raise UserError(f"plan {name!r}: both numbers must be 1 or more")
-    root, count = _root(name, tp_degree), 2 * len(layers)
+        raise UserError(f"plan {at.name!r}: both numbers must be 1 or more")
+    root, count = at.root(), len(at.kinds)
     return [
         SublayerRecord(
             kind,
             # The first sublayer of a range takes all that the layers below have in flight.
-            peer_lag=lag if n or layers.start == 0 else 0,
+            peer_lag=lag if n or at.layers.start == 0 else 0,
             reduce="accumulated" if (n + 1) % every == 0 or n + 1 == count else "none",
             # The layer above may read the last sum at once, and with it the own part.
             own_scale=root if n + 1 < count else 1.0,
         )
-        for n, kind in enumerate(("attention", "mlp") * len(layers))
+        for n, kind in enumerate(at.kinds)
     ]
 
 
-def _root(name: str, tp_degree: int | None) -> float:
-    """sqrt(T), by which preset `name` scales."""
-    if tp_degree is None:
-        raise depends_on_tp(name)
-    return math.sqrt(tp_degree)
+def _delayed(at: _Layers, delay: int) -> list[SublayerRecord]:
+    at.check_lag(delay)
+    root, count = at.root() if delay else 1.0, len(at.kinds)
+    return [
+        SublayerRecord(
+            kind,
+            own_lag=0,
+            peer_lag=delay,
+            reduce="output" if n < count - delay else "none",
+            own_scale=root if n < delay or n >= count - delay else 1.0,
+        )
+        for n, kind in enumerate(at.kinds)
+    ]
+
+
+def _none(at: _Layers) -> list[SublayerRecord]:
+    return [SublayerRecord(kind, reduce="none") for kind in at.kinds]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A preset. build: its records, from the layers and the numbers in its name. whole: it covers a
+    whole model only. scaled: its records hold the square root of T."""
+
+    build: Callable[..., list[SublayerRecord]]
+    whole: bool = False
+    scaled: bool = False
+
+
+# By the form of the name, in which each capital letter stands for a number.
+PRESETS = {
+    "standard": Preset(_standard),
+    "parallel": Preset(_parallel),
+    "ladder": Preset(_ladder),
+    "hybrid": Preset(_hybrid, whole=True),
+    "desync-Nx": Preset(_desync),
+    "accumulate-Nx": Preset(_accumulate, scaled=True),
+    "accumulate-Nx-lagK": Preset(_accumulate_late, scaled=True),
+    "dtp-D": Preset(_delayed, whole=True, scaled=True),
+    "none": Preset(_none, whole=True),
+}
 
 
 def depends_on_tp(name: str) -> UserError:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladder.comm import collectives
+from ladder.operator_names import LANDING, REDUCE, REDUCE_LANDING, REDUCE_LINEAR, SCATTER
 from ladder.ops.calls import rows_back, rows_first
 from ladder.ops.landings import land
 from ladder.ops.products import product
@@ -54,7 +55,7 @@ def collective_all_reduce(group: dist.ProcessGroup, x: Tensor) -> Tensor:
     return summed(group, x.clone(memory_format=torch.contiguous_format))
 
 
-@implement("matmul_reduce_scatter", ANY_ORDER, empty_refusal, ordered=False)
+@implement(SCATTER, ANY_ORDER, empty_refusal, ordered=False)
 def collective_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
 ) -> Tensor:
@@ -62,19 +63,19 @@ def collective_matmul_reduce_scatter(
     return rows_back(own, A, scatter_dim)
 
 
-@implement("matmul_all_reduce", ANY_ORDER, ordered=False)
+@implement(REDUCE, ANY_ORDER, ordered=False)
 def collective_matmul_all_reduce(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None
 ) -> Tensor:
     return summed(group, product(A, B, addend))
 
 
-@implement("linear_all_reduce", ANY_ORDER, ordered=False)
+@implement(REDUCE_LINEAR, ANY_ORDER, ordered=False)
 def collective_linear_all_reduce(group: dist.ProcessGroup, x: Tensor, weight: Tensor) -> Tensor:
     return summed(group, F.linear(x, weight))
 
 
-@implement("matmul_reduce_scatter_add_rms_norm", ANY_ORDER, empty_refusal, ordered=False)
+@implement(LANDING, ANY_ORDER, empty_refusal, ordered=False)
 def collective_scatter_landing(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
     scatter_dim: int,
@@ -83,7 +84,7 @@ def collective_scatter_landing(
     return land([rows_back(own, A, scatter_dim)], residual, weight, eps)
 
 
-@implement("matmul_all_reduce_add_rms_norm", ANY_ORDER, ordered=False)
+@implement(REDUCE_LANDING, ANY_ORDER, ordered=False)
 def collective_landing(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

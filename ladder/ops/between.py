@@ -22,13 +22,14 @@ from dataclasses import replace
 from typing import Any
 
 from ladder.models.errors import UserError
+from ladder.operator_names import GATHER, SCATTER_BACKWARD
 from ladder.ops.registry import OPERATORS, Call
 
 # For each measured size: the times of the implementation, and of what would run without it.
 FIELDS = {"sizes": list, "us": int | float, "instead_us": int | float}
 # `collective` and the baseline of `ladder bench ops` do the same; their medians differ by this.
 NOISE = 0.01
-GATHERED = ("all_gather_matmul", "matmul_reduce_scatter_backward")  # gathers of a product's input
+GATHERED = (GATHER, SCATTER_BACKWARD)  # gathers of a product's input
 
 
 def refusal(call: Call, entry: Mapping[str, Any]) -> str | None:

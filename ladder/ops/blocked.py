@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ladder.kernels.slots import sum_slots
 from ladder.models.errors import UserError
+from ladder.operator_names import REDUCE
 from ladder.ops import schedules, workspace
 from ladder.ops.blocks import BLOCKS, WHOLE, Blocks, check_streams
 from ladder.ops.pushed import all_shots
@@ -33,7 +34,7 @@ def refusal(call: Call) -> str | None:
     return peer_refusal(call)
 
 
-@implement("matmul_all_reduce", "blocked", refusal, BLOCKS, surplus=by_blocks)
+@implement(REDUCE, "blocked", refusal, BLOCKS, surplus=by_blocks)
 def blocked_matmul_all_reduce(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None,
     blocks: int = WHOLE.blocks, ratio: int = WHOLE.ratio, streams: int = WHOLE.streams,
@@ -43,7 +44,7 @@ def blocked_matmul_all_reduce(
     check_streams(streams)
     rows, n = A.flatten(0, -2), B.shape[1]
     total = rows.new_empty(len(rows), n)
-    space = workspace.workspace(group, "matmul_all_reduce", rows.device)
+    space = workspace.workspace(group, REDUCE, rows.device)
     rank, world = space.rank, space.world
     cut = Blocks(len(rows), world, blocks, ratio, whole=True)
     last = cut.whole(blocks - 1)

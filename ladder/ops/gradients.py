@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.models.errors import UserError
+from ladder.operator_names import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.calls import (
     execute,
     gathered,
@@ -42,7 +43,6 @@ from ladder.ops.products import (
 )
 from ladder.ops.registry import define, implement
 
-GATHER_BACKWARD, SCATTER_BACKWARD = "all_gather_matmul_backward", "matmul_reduce_scatter_backward"
 BACKWARD = (GATHER_BACKWARD, SCATTER_BACKWARD)
 
 

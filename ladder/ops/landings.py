@@ -18,6 +18,7 @@ from torch import Tensor
 from ladder.jit import DTYPES
 from ladder.kernels.limits import MAX_SIZE
 from ladder.kernels.prefill import MAX_PIECES, land_rows
+from ladder.operator_names import LANDING, REDUCE_LANDING
 from ladder.ops import exchange
 from ladder.ops.calls import execute, operator, rows_of, scattered, size_of, without_autocast
 from ladder.ops.checks import (
@@ -68,8 +69,8 @@ def _check_whole(
         _check(A, B, residual, weight, list(A.shape[:-1]))
 
 
-define("matmul_reduce_scatter_add_rms_norm", SIZES, _measure, _check_pieces)
-define("matmul_all_reduce_add_rms_norm", SIZES, _measure, _check_whole)
+define(LANDING, SIZES, _measure, _check_pieces)
+define(REDUCE_LANDING, SIZES, _measure, _check_whole)
 
 
 def add_rms_norm(
@@ -110,7 +111,7 @@ def norm_backward(
     return (of_sum + grad_landed).to(landed.dtype), of_weight.to(weight.dtype)
 
 
-@implement("matmul_reduce_scatter_add_rms_norm", "staged")
+@implement(LANDING, "staged")
 def staged_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
     scatter_dim: int,
@@ -119,7 +120,7 @@ def staged_scatter(
     return land([piece.movedim(0, scatter_dim) for piece in pieces], residual, weight, eps)
 
 
-@implement("matmul_all_reduce_add_rms_norm", "staged")
+@implement(REDUCE_LANDING, "staged")
 def staged_everywhere(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -141,7 +142,7 @@ def _check_scatter(
     return ranks
 
 
-@operator("matmul_reduce_scatter_add_rms_norm")
+@operator(LANDING)
 def matmul_reduce_scatter_add_rms_norm(
     A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float, scatter_dim: int,
     group_name: str,
@@ -153,7 +154,7 @@ def matmul_reduce_scatter_add_rms_norm(
     """
     _check_scatter(A, B, residual, weight, scatter_dim, group_name)
     return execute(
-        "matmul_reduce_scatter_add_rms_norm", group_name, A, (A.shape, B.shape),
+        LANDING, group_name, A, (A.shape, B.shape),
         A, B, residual, weight, eps, scatter_dim,
     )  # fmt: skip
 
@@ -192,7 +193,7 @@ def _check_everywhere(
     size_of(group_name)
 
 
-@operator("matmul_all_reduce_add_rms_norm")
+@operator(REDUCE_LANDING)
 def matmul_all_reduce_add_rms_norm(
     A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str
 ) -> tuple[Tensor, Tensor]:
@@ -203,7 +204,7 @@ def matmul_all_reduce_add_rms_norm(
     """
     _check_everywhere(A, B, residual, weight, group_name)
     return execute(
-        "matmul_all_reduce_add_rms_norm", group_name, A, (A.shape, B.shape),
+        REDUCE_LANDING, group_name, A, (A.shape, B.shape),
         A, B, residual, weight, eps,
     )  # fmt: skip
 

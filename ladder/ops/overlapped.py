@@ -27,6 +27,7 @@ from torch import Tensor
 from ladder.kernels.gemm import GROUP, Arrivals, Tiling, Track, gemm, tiles_of
 from ladder.kernels.slots import SlotArrivals
 from ladder.models.errors import UserError
+from ladder.operator_names import GATHER, LANDING, SCATTER
 from ladder.ops import schedules, track_schedules, workspace
 from ladder.ops.blocks import BLOCKS, STREAMS, Blocks, check_streams
 from ladder.ops.calls import rows_back, rows_first
@@ -44,8 +45,6 @@ from ladder.ops.track import Program, TrackMap
 from ladder.ops.track_maps import all_to_all, rotated
 from ladder.ops.waves import by_chunks, by_tiles
 
-GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
-LANDING = "matmul_reduce_scatter_add_rms_norm"
 Beside = tuple[Callable[[], None], tuple[Tensor, ...]]  # see `scatter_chunks`
 
 

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder.operator_names import GATHER, GATHER_BACKWARD, SCATTER, SCATTER_BACKWARD
 from ladder.ops import workspace
 from ladder.ops.blocks import STREAMS, check_streams
 from ladder.ops.calls import rows_back, rows_first
 from ladder.ops.finish import ALL_ROWS, adding
 from ladder.ops.gradient_schedules import gathered_gradients
-from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD, joined
-from ladder.ops.overlapped import GATHER, SCATTER, scatter_chunks
+from ladder.ops.gradients import joined
+from ladder.ops.overlapped import scatter_chunks
 from ladder.ops.refusals import peer_refusal, rounding_refusal
 from ladder.ops.registry import Call, implement
 from ladder.ops.steps import ALL

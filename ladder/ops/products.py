@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ladder.operator_names import GATHER, REDUCE, REDUCE_LINEAR, SCATTER
 from ladder.ops import exchange
 from ladder.ops.calls import (
     execute,
@@ -61,14 +62,14 @@ def transposed_product(x: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
 # -- all_gather_matmul ------------------------------------------------------------------------
 
 define(
-    "all_gather_matmul",
+    GATHER,
     ("m", "n", "k"),
     lambda ranks, A, Bs: (ranks * rows_of(A), sum(B[1] for B in Bs), A[-1]),
     lambda ranks, A, Bs: check_products("A", A, Bs),
 )
 
 
-@implement("all_gather_matmul", "staged")
+@implement(GATHER, "staged")
 def staged_all_gather_matmul(
     group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
@@ -83,7 +84,7 @@ def _check_all_gather_matmul(A: Tensor, Bs: list[Tensor], gather_dim: int, group
 
 
 @operator(
-    "all_gather_matmul",
+    GATHER,
     schema="(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True)"
     " -> (Tensor?, Tensor[])",
 )
@@ -100,7 +101,7 @@ def all_gather_matmul(
     """
     _check_all_gather_matmul(A, Bs, gather_dim, group_name)
     shapes = A.shape, [B.shape for B in Bs]
-    return execute("all_gather_matmul", group_name, A, shapes, A, Bs, gather_dim, return_A)
+    return execute(GATHER, group_name, A, shapes, A, Bs, gather_dim, return_A)
 
 
 @all_gather_matmul.register_fake
@@ -123,14 +124,14 @@ def check_scattered(ranks: int, A: Tensor, B: Tensor) -> None:
 
 
 define(
-    "matmul_reduce_scatter",
+    SCATTER,
     ("m", "n", "k"),
     lambda ranks, A, B: (rows_of(A), B[1], A[-1]),
     check_scattered,
 )
 
 
-@implement("matmul_reduce_scatter", "staged")
+@implement(SCATTER, "staged")
 def staged_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
 ) -> Tensor:
@@ -148,7 +149,7 @@ def _check_matmul_reduce_scatter(
     return ranks
 
 
-@operator("matmul_reduce_scatter")
+@operator(SCATTER)
 def matmul_reduce_scatter(
     A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> Tensor:
@@ -160,7 +161,7 @@ def matmul_reduce_scatter(
     """
     _check_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     shapes = A.shape, B.shape
-    return execute("matmul_reduce_scatter", group_name, A, shapes, A, B, reduce_op, scatter_dim)
+    return execute(SCATTER, group_name, A, shapes, A, B, reduce_op, scatter_dim)
 
 
 @matmul_reduce_scatter.register_fake
@@ -185,27 +186,27 @@ def _check_linear(ranks: int, x: Tensor, weight: Tensor) -> None:
 
 
 define(
-    "matmul_all_reduce",
+    REDUCE,
     ("m", "n", "k"),
     lambda ranks, A, B, addend=None: (rows_of(A), B[1], A[-1]),
     _check_addends,
 )
 define(
-    "linear_all_reduce",
+    REDUCE_LINEAR,
     ("m", "n", "k"),
     lambda ranks, x, weight: (rows_of(x), *weight),
     _check_linear,
 )
 
 
-@implement("matmul_all_reduce", "staged")
+@implement(REDUCE, "staged")
 def staged_matmul_all_reduce(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None
 ) -> Tensor:
     return exchange.sum_everywhere(product(A, B, addend), group)
 
 
-@implement("linear_all_reduce", "staged")
+@implement(REDUCE_LINEAR, "staged")
 def staged_linear_all_reduce(group: dist.ProcessGroup, x: Tensor, weight: Tensor) -> Tensor:
     partial = F.linear(x, weight)
     if partial.nbytes > FEW_BYTES:
@@ -222,7 +223,7 @@ def product(A: Tensor, B: Tensor, addend: Tensor | None) -> Tensor:
     return rows.unflatten(0, A.shape[:-1])
 
 
-@operator("matmul_all_reduce")
+@operator(REDUCE)
 def matmul_all_reduce(
     A: Tensor, B: Tensor, group_name: str, addend: Tensor | None = None
 ) -> Tensor:
@@ -235,7 +236,7 @@ def matmul_all_reduce(
     every rank computes the whole loss from its copy, each divides it by T.
     """
     _check_addends(size_of(group_name), A, B, addend)
-    return execute("matmul_all_reduce", group_name, A, (A.shape, B.shape), A, B, addend)
+    return execute(REDUCE, group_name, A, (A.shape, B.shape), A, B, addend)
 
 
 @matmul_all_reduce.register_fake
@@ -262,14 +263,14 @@ def _matmul_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 matmul_all_reduce.register_autograd(_matmul_all_reduce_backward, setup_context=_save_both)
 
 
-@operator("linear_all_reduce")
+@operator(REDUCE_LINEAR)
 def linear_all_reduce(x: Tensor, weight: Tensor, group_name: str) -> Tensor:
     """matmul_all_reduce for few rows, as in decoding: x [..., k] times weight [n, k] transposed.
 
     Any number of rows is right; implementations are made for few. Adjoint: as matmul_all_reduce.
     """
     _check_linear(size_of(group_name), x, weight)
-    return execute("linear_all_reduce", group_name, x, (x.shape, weight.shape), x, weight)
+    return execute(REDUCE_LINEAR, group_name, x, (x.shape, weight.shape), x, weight)
 
 
 @linear_all_reduce.register_fake

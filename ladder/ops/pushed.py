@@ -33,8 +33,8 @@ from ladder.kernels.collect import Collector
 from ladder.kernels.limits import MAX_ROWS
 from ladder.kernels.push_land import PushedLanding
 from ladder.models.errors import UserError
+from ladder.operator_names import GATHER, LANDING, REDUCE, REDUCE_LANDING, REDUCE_LINEAR, SCATTER
 from ladder.ops.calls import rows_back, rows_first
-from ladder.ops.overlapped import LANDING
 from ladder.ops.products import product
 from ladder.ops.refusals import landing_refusal, peer_refusal
 from ladder.ops.registry import Call, implement
@@ -42,7 +42,6 @@ from ladder.ops.workspace import Workspace, workspace
 
 LARGEST, SMALLEST = 2**24, 2**16  # bytes: of the largest message; of the smallest slots
 SHOTS = ("shots",)
-LANDING_EVERYWHERE = "matmul_all_reduce_add_rms_norm"
 
 
 def push_refusal(call: Call) -> str | None:
@@ -64,12 +63,12 @@ def _refusal(call: Call, elements: int, what: str) -> str | None:
     return peer_refusal(call)
 
 
-@implement("linear_all_reduce", "pushed", push_refusal, SHOTS)
+@implement(REDUCE_LINEAR, "pushed", push_refusal, SHOTS)
 def pushed_linear_all_reduce(
     group: dist.ProcessGroup, x: Tensor, weight: Tensor, shots: int = 1
 ) -> Tensor:
     """shots: 1: every rank sends its partial to all; 2: each sums its share, and sends that."""
-    return _sum(group, "linear_all_reduce", x, weight, None, shots)
+    return _sum(group, REDUCE_LINEAR, x, weight, None, shots)
 
 
 def pushing_refusal(call: Call) -> str | None:
@@ -78,11 +77,11 @@ def pushing_refusal(call: Call) -> str | None:
     return push_refusal(call)
 
 
-@implement("linear_all_reduce", "pushing", pushing_refusal)
+@implement(REDUCE_LINEAR, "pushing", pushing_refusal)
 def pushing_linear_all_reduce(group: dist.ProcessGroup, x: Tensor, weight: Tensor) -> Tensor:
     rows = x.flatten(0, -2).contiguous()
     size = len(rows) * len(weight) * x.element_size()
-    space = workspace(group, "linear_all_reduce", x.device)
+    space = workspace(group, REDUCE_LINEAR, x.device)
     collect = _sized(space, group, Collector, size, x.dtype)
     if weight.is_contiguous():
         project(rows, weight, push=collect.target, keep=False, fixed=False)
@@ -92,32 +91,32 @@ def pushing_linear_all_reduce(group: dist.ProcessGroup, x: Tensor, weight: Tenso
     return total.view(*x.shape[:-1], -1)
 
 
-@implement("matmul_all_reduce", "pushed", push_refusal, SHOTS)
+@implement(REDUCE, "pushed", push_refusal, SHOTS)
 def pushed_matmul_all_reduce(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None, shots: int = 1
 ) -> Tensor:
     """shots: as of `pushed_linear_all_reduce`."""
-    return _sum(group, "matmul_all_reduce", A, B.t(), addend, shots)
+    return _sum(group, REDUCE, A, B.t(), addend, shots)
 
 
-@implement("all_gather_matmul", "pushed", gather_refusal)
+@implement(GATHER, "pushed", gather_refusal)
 def pushed_all_gather_matmul(
     group: dist.ProcessGroup, A: Tensor, Bs: list[Tensor], gather_dim: int, return_A: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
     own = rows_first(A, gather_dim).contiguous()
-    shots = all_shots(workspace(group, "all_gather_matmul", A.device), group, kinds=1)
+    shots = all_shots(workspace(group, GATHER, A.device), group, kinds=1)
     flat, count = _padded(own.view(1, -1))
     whole = shots.gather(flat[0])[:, :count].reshape(-1, own.shape[1])
     outs = [rows_back(product(whole, B, None), A, gather_dim) for B in Bs]
     return rows_back(whole, A, gather_dim) if return_A else None, outs
 
 
-@implement("matmul_reduce_scatter", "pushed", push_refusal)
+@implement(SCATTER, "pushed", push_refusal)
 def pushed_matmul_reduce_scatter(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int
 ) -> Tensor:
     rows, n = rows_first(A, scatter_dim), B.shape[1]
-    shots = all_shots(workspace(group, "matmul_reduce_scatter", A.device), group, kinds=1)
+    shots = all_shots(workspace(group, SCATTER, A.device), group, kinds=1)
     flat, count = _padded(product(rows, B, None).view(shots.world, -1))
     out = shots.scatter(flat, reduce_op == "avg")[:count].view(-1, n)
     return rows_back(out, A, scatter_dim)
@@ -137,12 +136,12 @@ def pushed_scatter_landing(
     return rows_back(landed, A, scatter_dim), rows_back(normed, A, scatter_dim)
 
 
-@implement(LANDING_EVERYWHERE, "pushed", landing_push_refusal)
+@implement(REDUCE_LANDING, "pushed", landing_push_refusal)
 def pushed_landing_everywhere(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     rows, before = A.flatten(0, -2), residual.flatten(0, -2).contiguous()
-    landed, normed = _land(group, LANDING_EVERYWHERE, rows, B, before, weight, eps)
+    landed, normed = _land(group, REDUCE_LANDING, rows, B, before, weight, eps)
     return landed.view(residual.shape), normed.view(residual.shape)
 
 

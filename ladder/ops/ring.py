@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder.operator_names import REDUCE, SCATTER
 from ladder.ops import schedules, workspace
 from ladder.ops.blocks import BLOCKS, Blocks, check_streams
 from ladder.ops.calls import rows_back, rows_first
-from ladder.ops.overlapped import SCATTER
 from ladder.ops.refusals import peer_refusal
 from ladder.ops.registry import implement
 from ladder.ops.spread import to_all
@@ -50,7 +50,7 @@ def ring_matmul_reduce_scatter(
     return rows_back(out, A, scatter_dim)
 
 
-@implement("matmul_all_reduce", "ring", peer_refusal, BLOCKS, ordered=False, surplus=by_chunks(2))
+@implement(REDUCE, "ring", peer_refusal, BLOCKS, ordered=False, surplus=by_chunks(2))
 def ring_matmul_all_reduce(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None, blocks: int = 2,
     ratio: int = 1, streams: int = 1,
@@ -58,7 +58,7 @@ def ring_matmul_all_reduce(
     """blocks, ratio, streams: as in `chunked`. The sums go to all ranks as they do there."""
     check_streams(streams)
     rows = A.flatten(0, -2)
-    space = workspace.workspace(group, "matmul_all_reduce", rows.device)
+    space = workspace.workspace(group, REDUCE, rows.device)
     rank, world, n = space.rank, space.world, B.shape[1]
     cut = Blocks(len(rows), world, blocks, ratio)
     height = 2 * cut.height  # of a slot: the rows that grow, then the sums of a rank

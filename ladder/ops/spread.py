@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder.kernels.slots import land_slots, sum_slots
+from ladder.operator_names import REDUCE, REDUCE_LANDING
 from ladder.ops import schedules, workspace
 from ladder.ops.blocks import BLOCKS, Blocks, check_streams
 from ladder.ops.checks import check_switch
@@ -30,7 +31,7 @@ MOST_PUSHED = 2**31  # bytes; the kernel counts the words of its slots in 32 bit
 
 
 @implement(
-    "matmul_all_reduce", "chunked", peer_refusal, (*BLOCKS, "push"), surplus=by_chunks(1)
+    REDUCE, "chunked", peer_refusal, (*BLOCKS, "push"), surplus=by_chunks(1)
 )  # fmt: skip
 def chunked_matmul_all_reduce(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None, blocks: int = 1,
@@ -52,9 +53,7 @@ def chunked_matmul_all_reduce(
     return total.unflatten(0, A.shape[:-1])
 
 
-@implement(
-    "matmul_all_reduce_add_rms_norm", "chunked", landing_refusal, BLOCKS, surplus=by_chunks(1)
-)
+@implement(REDUCE_LANDING, "chunked", landing_refusal, BLOCKS, surplus=by_chunks(1))
 def chunked_landing(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, residual: Tensor, weight: Tensor, eps: float,
     blocks: int = 1, ratio: int = 1, streams: int = 1,
@@ -85,7 +84,7 @@ def _spread(
     """
     (blocks, ratio, streams), (memory, numbers) = options, uses
     check_streams(streams)
-    space = workspace.workspace(group, "matmul_all_reduce", rows.device)
+    space = workspace.workspace(group, REDUCE, rows.device)
     rank, world, n = space.rank, space.world, B.shape[1]
     # All sizes follow from the shapes and the options, so they are the same on all ranks.
     cut = Blocks(len(rows), world, blocks, ratio)

@@ -20,17 +20,17 @@ from torch import Tensor
 from ladder.jit import interpreted
 from ladder.kernels.gemm import GROUP, Addition, Tiling, gemm
 from ladder.kernels.slots import SlotArrivals
+from ladder.operator_names import REDUCE, SCATTER
 from ladder.ops import track_schedules, workspace
 from ladder.ops.calls import rows_back, rows_first
-from ladder.ops.overlapped import SCATTER, track_plan, tracked_tiling
+from ladder.ops.overlapped import track_plan, tracked_tiling
 from ladder.ops.refusals import kernel_refusal
 from ladder.ops.registry import Call, implement
 from ladder.ops.tilings import ORDERED, tile_of
 from ladder.ops.waves import by_tiles
 
-EVERYWHERE = "matmul_all_reduce"
 OPTIONS = (*ORDERED, "pieces")
-PIECES = {SCATTER: 2, EVERYWHERE: 4}
+PIECES = {SCATTER: 2, REDUCE: 4}
 
 
 def even_refusal(call: Call) -> str | None:
@@ -55,15 +55,15 @@ def summing_matmul_reduce_scatter(
     return rows_back(out, A, scatter_dim)
 
 
-@implement(EVERYWHERE, "summing", even_refusal, OPTIONS, surplus=by_tiles(tile_of))
+@implement(REDUCE, "summing", even_refusal, OPTIONS, surplus=by_tiles(tile_of))
 def summing_matmul_all_reduce(
     group: dist.ProcessGroup, A: Tensor, B: Tensor, addend: Tensor | None = None,
-    tile: str | None = None, stages: int | None = None, pieces: int = PIECES[EVERYWHERE],
+    tile: str | None = None, stages: int | None = None, pieces: int = PIECES[REDUCE],
     group_m: int = GROUP,
 ) -> Tensor:  # fmt: skip
     """pieces: the copies of each peer's rows, as in the reduce-scatter, and of this rank's sums."""
     rows = A.flatten(0, -2)
-    space = workspace.workspace(group, EVERYWHERE, A.device)
+    space = workspace.workspace(group, REDUCE, A.device)
     out = rows.new_empty(len(rows), B.shape[1])
     tiling = tracked_tiling(tile, stages, pieces, group_m)
     more = None if addend is None else addend.flatten(0, -2).contiguous()

@@ -36,7 +36,8 @@ from ladder.models.ranks import Ranks
 from ladder.models.runtime import AddNorm
 from ladder.models.sublayers import Call, Context, Sublayer
 from ladder.models.transformer import Transformer, meta_model
-from ladder.parallel.choose import choose
+from ladder.operator_names import GATHER, SCATTER
+from ladder.parallel.choose import choose_training
 from ladder.parallel.data import data_parallel, shard_over_data, size_of
 from ladder.parallel.overlap import Overlap
 from ladder.parallel.reducers import AsyncReducer
@@ -57,8 +58,8 @@ KEPT = (
 # Operators registered on first use, so by name: ladder.models.documents, ladder.parallel.fused.
 KEPT_NAMES = (
     "torch_attn::_varlen_attn",
-    "ladder::all_gather_matmul",
-    "ladder::matmul_reduce_scatter",
+    f"ladder::{GATHER}",
+    f"ladder::{SCATTER}",
 )
 
 
@@ -79,8 +80,8 @@ def make_model(
     sequence_parallel: shards the residual by tokens over the TP ranks. activation_checkpointing:
     a name in CHECKPOINTING: `full` keeps a sublayer's input and recomputes the rest in the backward
     pass, `selective` also keeps the results of matrix products and attention. compile: compile each
-    sublayer, landing and norm. reducer: see `choose`; or a class, for benchmarks. shape: for
-    reducer="auto": [sequences, tokens of each] of a data-parallel rank, if a step is one pass.
+    sublayer, landing and norm. reducer: see `choose_training`; or a class, for benchmarks. shape:
+    for reducer="auto": [sequences, tokens of each] of a data-parallel rank, if a step is one pass.
 
     Raises UserError if the plan, or the lack of TP, does not allow sequence parallelism, and if the
     reducer cannot train.
@@ -98,8 +99,8 @@ def make_model(
         once = not shares and activation_checkpointing != "full"
         if tp is not None and device.type == "cuda" and once:
             overlaps = _overlaps(config, device, compute_dtype, tp.get_group())
-        reducer = choose(
-            "train", config.plan, _ranks(config, processes), shape, base=reducer,
+        reducer = choose_training(
+            config.plan, _ranks(config, processes), shape, reducer,
             sequence_parallel=sequence_parallel, overlaps=overlaps,
         ).reducer  # fmt: skip
     shard_model(model, tp, device=first, dtype=torch.float32, reducer=reducer)

@@ -20,8 +20,7 @@ if TYPE_CHECKING:  # predictions choose, too, and need no torch
 
     from ladder.models.reducer import Reducer
 
-PHASES = ("train", "prefill", "decode")
-OVERLAPS = "the operators' table overlaps their products"
+OVERLAPS = "the operators' table has an overlapping implementation for each matmul"
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class Capabilities:
     `make`. base: whether it can be a model's own reducer, made from ranks and a group; other
     reducers are for some passes of a model with a base. backward: it has gradients. peer_memory: it
     needs access to the peers' memory. shards_residual: each rank holds the residual of its own
-    tokens only. virtual_ranks: a process may hold several ranks. rounds: it rounds the messages of
-    prompts, so their sums differ. kind: the 8-bit type of these messages.
+    tokens only, so there are no virtual ranks. rounds: it rounds the messages of prompts, so their
+    sums differ. kind: the 8-bit type of these messages.
     """
 
     where: str
@@ -41,7 +40,6 @@ class Capabilities:
     backward: bool = False
     peer_memory: bool = False
     shards_residual: bool = False
-    virtual_ranks: bool = False
     rounds: bool = False
     kind: str = ""
 
@@ -55,12 +53,12 @@ class Capabilities:
 
 def _in_eight_bits(kind: str) -> Capabilities:
     where = ".eight_bits:EightBitReducer"
-    return Capabilities(where, base=True, virtual_ranks=True, rounds=True, kind=kind)
+    return Capabilities(where, base=True, rounds=True, kind=kind)
 
 
 REDUCERS = {
-    "async": Capabilities(".reducers:AsyncReducer", base=True, backward=True, virtual_ranks=True),
-    "push": Capabilities(".reducers:PushReducer", base=True, peer_memory=True, virtual_ranks=True),
+    "async": Capabilities(".reducers:AsyncReducer", base=True, backward=True),
+    "push": Capabilities(".reducers:PushReducer", base=True, peer_memory=True),
     "async-fp8": _in_eight_bits("fp8"),
     "async-int8": _in_eight_bits("int8"),
     "sequence": Capabilities(
@@ -91,50 +89,57 @@ class Choice:
         return f"{self.reducer}{self.transport and f', {self.transport}'} ({self.why})"
 
 
-def choose(
-    phase: str,
+def choose_training(
     plan: Plan,
     ranks: Ranks,
-    shape: torch.Size | tuple[int, int] = (0, 0),
-    token_bytes: int = 0,
-    table: Dispatch | None = None,
+    shape: tuple[int, int] = (0, 0),
     base: str = "auto",
     *,
     sequence_parallel: bool = False,
     overlaps: Callable[[int], bool] | None = None,
 ) -> Choice:
-    """The reducer of a pass over tokens of `shape` [B, S]; in training, that of all passes.
+    """The reducer of all passes of a training run.
 
-    phase: one of PHASES. token_bytes: the size of one token's partial. table: the dispatch table of
-    this GPU and number of ranks; None: the ranks have no access to each other's memory. base: the
-    requested reducer. sequence_parallel: whether training shards the residual by tokens. overlaps:
-    a function of a pass's number of tokens: whether its exchanges can run beneath the products
-    around them (`ladder.parallel.overlap`); None: they cannot.
-    Raises UserError if the phase, the plan or the ranks do not allow `base`.
+    shape: [B, S] of a pass; (0, 0) if it is not known. base: the requested reducer.
+    sequence_parallel: whether the residual is sharded by tokens. overlaps: a function of a pass's
+    number of tokens: whether its exchanges can run beneath the products around them
+    (`ladder.parallel.overlap`); None: they cannot.
+    Raises UserError if the plan or the ranks do not allow `base`.
     """
-    if phase not in PHASES:
-        raise unknown("phase", phase, PHASES)
-    if phase == "train":
-        chosen = training_reducer(base, sequence_parallel)
-        check_base(phase, plan, ranks, chosen)
-        if base != "auto":
-            return Choice(chosen, why="it was asked for")
-        tokens = shape[0] * shape[1]
-        alike = sequence_parallel and _exchanges_alike(plan)
-        if tokens and alike and overlaps is not None and overlaps(tokens):
-            return Choice("fused", why=f"{tokens} tokens; {OVERLAPS}")
-        return Choice(chosen, why=f"with sequence_parallel={str(sequence_parallel).lower()}")
-    check_base(phase, plan, ranks, base)
-    asked = base == "fused"
-    base = ("async" if table is None else "push") if base in ("auto", "fused") else base
-    if phase == "decode":
-        if shape[0] <= MAX_ROWS and ranks.held == 1:
-            return Choice("decode", why=f"up to {MAX_ROWS} sequences; it reduces as {base}")
-        return Choice(base, why=f"more than {MAX_ROWS} sequences, or virtual ranks")
+    chosen = training_reducer(base, sequence_parallel)
+    check_base("train", plan, ranks, chosen)
+    if base != "auto":
+        return Choice(chosen, why="it was asked for")
+    tokens = shape[0] * shape[1]
+    measured = sequence_parallel and _sequential_and_blocking(plan)
+    if tokens and measured and overlaps is not None and overlaps(tokens):
+        return Choice("fused", why=f"{tokens} tokens; {OVERLAPS}")
+    return Choice(chosen, why=f"with sequence_parallel={str(sequence_parallel).lower()}")
+
+
+def choose_prefill(
+    plan: Plan,
+    ranks: Ranks,
+    shape: torch.Size | tuple[int, int],
+    token_bytes: int,
+    table: Dispatch | None,
+    base: str = "auto",
+    *,
+    overlaps: Callable[[int], bool] | None = None,
+) -> Choice:
+    """The reducer of a prompt's pass over tokens of `shape` [B, S].
+
+    token_bytes: the size of one token's partial. table: the dispatch table of this GPU and number
+    of ranks; None: the ranks have no access to each other's memory. base, overlaps: as in
+    `choose_training`.
+    Raises UserError if the plan or the ranks do not allow `base`.
+    """
+    check_base("prefill", plan, ranks, base)
     refusal = sharded_refusal(plan, ranks)
-    if asked:
+    if base == "fused":
         transport = "collective" if table is None else _transport(table, plan, shape, token_bytes)
         return Choice("fused", "" if refusal else transport, "it was asked for")
+    base = _all_reducer(base, table)
     if base != "push" or table is None or refusal is not None:
         alone = "without the peers' memory, the residual cannot be sharded by tokens"
         return Choice(base, why=refusal or alone)
@@ -142,14 +147,33 @@ def choose(
     transport = _transport(table, plan, shape, token_bytes)
     why = f"{tokens} tokens of {token_bytes} bytes"
     large = 0 < table.prefill.fused <= tokens * token_bytes
-    if large and _exchanges_alike(plan) and overlaps is not None and overlaps(tokens):
+    if large and _sequential_and_blocking(plan) and overlaps is not None and overlaps(tokens):
         return Choice("fused", transport, f"{why}; {OVERLAPS}")
     return Choice("sharded", transport, why)
 
 
-def _exchanges_alike(plan: Plan) -> bool:
-    """Whether every sublayer gathers what it reads and scatters what it writes, as in `standard`:
-    only prompts and steps of such plans have been measured."""
+def choose_decode(
+    plan: Plan, ranks: Ranks, sequences: int, table: Dispatch | None, base: str = "auto"
+) -> Choice:
+    """The reducer of a decode step of `sequences` sequences. table, base: as in `choose_prefill`.
+
+    Raises UserError if the plan or the ranks do not allow `base`.
+    """
+    check_base("decode", plan, ranks, base)
+    base = _all_reducer(base, table)
+    if sequences <= MAX_ROWS and ranks.held == 1:
+        return Choice("decode", why=f"up to {MAX_ROWS} sequences; it reduces as {base}")
+    return Choice(base, why=f"more than {MAX_ROWS} sequences, or virtual ranks")
+
+
+def _all_reducer(base: str, table: Dispatch | None) -> str:
+    """The reducer that sums whole partials where `base` leaves that open."""
+    return ("async" if table is None else "push") if base in ("auto", "fused") else base
+
+
+def _sequential_and_blocking(plan: Plan) -> bool:
+    """Whether every reduce blocks and no attention runs beside an MLP, as in `standard`: only
+    prompts and steps of such plans have been measured by operators."""
     return all(plan.blocking) and all(each.kind != "attention+mlp" for each in plan.sublayers)
 
 
@@ -188,10 +212,12 @@ def check_base(phase: str, plan: Plan, ranks: Ranks, base: str, option: str = "r
     if base != "auto" and REDUCERS[base].shards_residual:
         refusal = (sharded_refusal if phase == "train" else fused_refusal)(plan, ranks)
     if refusal is not None:
-        more = " and sequence_parallel=false" if phase == "train" else ""
+        instead = "async" if ranks.processes == 1 else "async or push"
+        if phase == "train":
+            instead = "async and sequence_parallel=false"
         raise UserError(
             f"{option}={base} with tp={ranks.processes} and plan {plan.name!r}: {refusal}; use "
-            f"{option}=async{more}"
+            f"{option}={instead}"
         )
 
 
@@ -203,7 +229,7 @@ def check_name(phase: str, base: str, option: str = "reducer") -> None:
     if base == "auto" or base in names:
         return
     each = REDUCERS[base]
-    why = "it is chosen for the passes that it is faster for, and is no model's own"
+    why = "it is picked automatically for single passes and cannot be a model's reducer"
     if phase == "train" and not each.backward:
         why = "it has no backward pass"
     elif phase != "train" and each.shards_residual and each.base:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ladder.costs import GRAPHED_PROMPT_TOKENS, product_shapes, reduce_bytes
 from ladder.models.config import ModelConfig
+from ladder.operator_names import GATHER, GATHER_BACKWARD, LANDING, SCATTER, SCATTER_BACKWARD
 from ladder.parallel.dispatch import load_dispatch
 
 if TYPE_CHECKING:  # what predictions ask here needs no torch
@@ -20,9 +21,6 @@ if TYPE_CHECKING:  # what predictions ask here needs no torch
 
     from ladder.comm.capture import Mode
 
-GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
-LANDING = "matmul_reduce_scatter_add_rms_norm"
-GATHER_BACKWARD, SCATTER_BACKWARD = "all_gather_matmul_backward", "matmul_reduce_scatter_backward"
 ALONE = {GATHER_BACKWARD: SCATTER, SCATTER_BACKWARD: GATHER}  # their exchange, one by one
 FIRST, LAST = ("qkv", "gate-up"), ("output", "down")  # the products of a sublayer
 

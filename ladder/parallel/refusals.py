@@ -15,7 +15,7 @@ def sharded_refusal(plan: Plan, ranks: Ranks) -> str | None:
         return "there is one process, and nothing to shard over"
     for n, record in enumerate(plan.sublayers):
         if record.reduce != "output":
-            return f"sublayer {n} has reduce={record.reduce!r}, and only 'output' will do"
+            return f"sublayer {n} has reduce={record.reduce!r} and would need 'output'"
         if record.own_lag != record.peer_lag or record.own_scale != 1:
             return (
                 f"sublayer {n} has own_lag={record.own_lag}, peer_lag={record.peer_lag}, "
@@ -46,11 +46,11 @@ def fused_refusal(plan: Plan, ranks: Ranks) -> str | None:
         return refusal
     if any(sums_in_products(plan, n) for n in range(len(plan.sublayers))):
         return None
-    return f"no product of it waits for its own sum alone ({refusal})"
+    return f"the plan has no blocking reduce that a fused matmul could hide ({refusal})"
 
 
 def rounding_refusal(plan: Plan) -> str | None:
     """The reason why this plan's reduces cannot be in 8 bits, or None."""
     if all(record.reduce != "residual" for record in plan.sublayers):
         return None
-    return "some of its reduces sum the residual itself, which 8 bits would round again and again"
+    return "some sublayers have reduce='residual', and 8 bits would round the whole residual there"

@@ -11,7 +11,8 @@ import functools
 from typing import TYPE_CHECKING
 
 from ladder.models.errors import UserError
-from ladder.parallel.overlap import ALONE, GATHER, LANDING, SCATTER
+from ladder.operator_names import GATHER, LANDING, REDUCE, SCATTER
+from ladder.parallel.overlap import ALONE
 from ladder.perf.machine import Machine
 
 if TYPE_CHECKING:
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 OPERATORS = {
     "all-gather": GATHER,
     "reduce-scatter": SCATTER,
-    "all-reduce": "matmul_all_reduce",
+    "all-reduce": REDUCE,
     "landing": LANDING,  # a scatter and the landing of the scattered rows
 }
 EXCHANGES = {op: kind for kind, op in OPERATORS.items()}
 GRADIENTS = {EXCHANGES[alone]: op for op, alone in ALONE.items()}  # by the exchange in them
 # The time of all-reduces that add in the order of the ranks, as a multiple of the backend's: the
 # median of benchmarks/results/2026-11-22-ops-h200x2.jsonl.
-STAGED = {"matmul_all_reduce": 1.47}
+STAGED = {REDUCE: 1.47}
 
 
 class Inside:

@@ -12,7 +12,7 @@ from ladder.models.config import ModelConfig
 from ladder.models.errors import UserError
 from ladder.models.plan import Plan
 from ladder.models.ranks import Ranks
-from ladder.parallel.choose import ROUNDING, choose
+from ladder.parallel.choose import ROUNDING, choose_prefill
 from ladder.parallel.dispatch import load_dispatch
 from ladder.parallel.overlap import Overlap, prompt_mode
 from ladder.parallel.refusals import fused_refusal, rounding_refusal
@@ -285,7 +285,7 @@ def prompt_way(
 
         return Overlap(config, gpu, tp, torch.bfloat16)(tokens, prompt_mode(tokens))
 
-    chosen = choose("prefill", plan, Ranks(tp), shape, token, table, reducer, overlaps=overlaps)
+    chosen = choose_prefill(plan, Ranks(tp), shape, token, table, reducer, overlaps=overlaps)
     if table is None:
         counts = shape[0] * shape[1], shape[0]  # of tokens, all and the last of each sequence
         rounds = [reducer in ROUNDING and count > MAX_ROWS for count in counts]

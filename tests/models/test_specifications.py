@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import yaml
 
 from ladder.models import ModelConfig, Plan, SublayerRecord, UserError, resolve_plan
-from ladder.models.presets import layers_named
+from ladder.models.presets import PRESETS, layers_named
 from tests.samples import PLANS, both, full_model, sample_tokens, small_config, virtual
 
 L = 6  # layers
@@ -32,6 +33,22 @@ def test_string_of_ranges() -> None:
     assert reduces[2:8] == ["none", "none", "none", "residual", "none", "residual"]
     assert [record.own_lag for record in plan.sublayers] == [0] * 10 + [1, 1]
     assert resolve_plan(" ladder@5 , desync-4x@ 1 - 3 ", L).sublayers == plan.sublayers
+
+
+@pytest.mark.parametrize("form", PRESETS)
+def test_presets_say_whether_they_scale(form: str) -> None:
+    """A plan has a T of its own if its preset is `scaled`, and then its records hold sqrt(T)."""
+    name, degree = re.sub("[A-Z]", "2", form), 9
+    plan = resolve_plan(name, L, degree)
+    scales = {record.own_scale for record in plan.sublayers} - {1.0}
+    assert scales == ({3.0} if PRESETS[form].scaled else set())
+    assert plan.tp_degree == (degree if PRESETS[form].scaled else None)
+    if PRESETS[form].whole:
+        with pytest.raises(UserError, match=f"preset '{name}' covers the whole model only"):
+            resolve_plan(f"{name}@0-1", L, degree)
+    else:
+        on_a_range = resolve_plan(f"{name}@0-1", L, degree)
+        assert on_a_range.tp_degree == plan.tp_degree
 
 
 def test_forms_agree() -> None:
@@ -128,7 +145,7 @@ def test_plans_saved_when_residual_was_called_stream() -> None:
     assert ModelConfig.from_dict(old).to_dict() == saved
     layers = [{"layers": "0-1", "attention": {"reduce": "none"}, "mlp": {"reduce": "stream"}}]
     assert resolve_plan(layers, 2).sublayers == plan.sublayers
-    with pytest.raises(UserError, match=r"sublayer 1 .*reduce=residual with outputs in flight"):
+    with pytest.raises(UserError, match=r"sublayer 1 .*reduce=residual while output 0 is still"):
         resolve_plan([{"layers": 0, "mlp": {"own_lag": 1, "reduce": "stream"}}], 1)
 
 
@@ -393,9 +410,10 @@ def test_groups_begin_with_equal_residuals_and_have_nothing_in_flight() -> None:
     lost, and what only this rank had read before would stay."""
     for fields, message in (
         ({"attention": {}, "mlp": {"peer_lag": 1, "reduce": "accumulated"}},
-         r"sublayer 3 .*3 sums .*output 2, .*\(own_lag=0, peer_lag=1\); its lags must be 0"),
+         r"sublayer 3 .*\(sublayers 3 to 3, .* while output 2.*; set own_lag=0 and peer_lag=0 for "
+         r"sublayer 3 \(now own_lag=0, peer_lag=1\)"),
         ({"attention": {"own_lag": 2, "reduce": "none"}, "mlp": {"reduce": "accumulated"}},
-         r"sublayer 2 .*3 sums .*output 1, .*\(own_lag=2, peer_lag=0\); its lags must be 0"),
+         r"sublayer 2 .*\(sublayers 2 to 3, .* while output 1.*\(now own_lag=2, peer_lag=0\)"),
         ({"attention": {"own_scale": 2.0}, "mlp": {"reduce": "accumulated"}},
          r"differ at sublayer 3 .*group of sublayer 3 .*set reduce=residual for sublayer 2"),
     ):  # fmt: skip
@@ -419,10 +437,10 @@ def test_sums_in_flight_that_have_no_meaning() -> None:
         # An output in flight that is of no group, behind one that is.
         ([{"layers": 0, "mlp": late},
           {"layers": 1, "attention": {"peer_lag": 2}, "mlp": {"peer_lag": 2, **late}}],
-         r"sublayer 3 .*output 2, which is of no such group, in flight .*peer_lag=2.*must be 0"),
+         r"sublayer 3 .*while output 2, of no group, is still in flight; .*peer_lag=2\)"),
         ([{"layers": 0, "mlp": late}, {"layers": 1, "mlp": {"reduce": "residual", "peer_lag": 1},
                                        "attention": {"peer_lag": 2}}],
-         r"sublayer 3 .*reduce=residual with outputs in flight"),
+         r"sublayer 3 .*reduce=residual while output 2 is still in flight"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             resolve_plan(fields, 2)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ladder.kernels.prefill import land_rows_reference
+from ladder.operator_names import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.blocks import Blocks
-from ladder.ops.gradients import BACKWARD, GATHER_BACKWARD, SCATTER_BACKWARD
+from ladder.ops.gradients import BACKWARD
 from ladder.ops.products import transposed_product
 from ladder.ops.registry import OPERATORS
 from tests.ops.everyone import in_order

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import ladder.ops
-from ladder.ops.gradients import SCATTER_BACKWARD
+from ladder.operator_names import SCATTER_BACKWARD
 from ladder.ops.registry import ANY_ORDER, OPERATORS
 from tests.distributed import Pools
 from tests.ops.everyone import TOLERANCE, check_gradients, gpus, on_ranks, random, world

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ladder.operator_names import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops import schedules, track_schedules
 from ladder.ops.gradient_schedules import gathered_gradients
-from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.steps import COPIES, Await, Follow, Put, Record, Schedule, Word, Work
 from ladder.ops.track_maps import all_to_all
 from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ladder.ops
 from ladder.kernels.gemm import Tiling, gemm, tiles_of
-from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
+from ladder.operator_names import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.registry import OPERATORS
 from ladder.ops.track_maps import rotated
 from ladder.parallel import launch

@@ -12,8 +12,8 @@ import torch
 import ladder.ops
 from ladder.comm import capture
 from ladder.models.errors import UserError
+from ladder.operator_names import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.blocks import Blocks
-from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.registry import ANOTHER, OPERATORS
 from tests.distributed import Pools
 from tests.kernels.support import _poisoned_memory, on  # noqa: F401  (a fixture)

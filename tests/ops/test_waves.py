@@ -25,8 +25,8 @@ from ladder.bench.ops.table import (
 from ladder.bench.results import read_results
 from ladder.cli import main
 from ladder.comm.capture import MODES, Mode
+from ladder.operator_names import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops import Choice, between, choice, explain, use
-from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.registry import OPERATORS, SERIAL, Call, bucket
 from ladder.ops.table import PACKAGED, VARIABLE
 from ladder.ops.waves import count, least_taken, split, taken

@@ -14,7 +14,9 @@ from ladder.parallel.choose import (
     REDUCERS,
     TRAINING,
     check_base,
-    choose,
+    choose_decode,
+    choose_prefill,
+    choose_training,
     training_reducer,
 )
 from ladder.parallel.dispatch import Dispatch, Prefill
@@ -30,7 +32,7 @@ FOUR = Ranks(4, 1, 1)
         ("train", "ladder", (1, 8), {}, ("async", "")),
         ("train", "ladder", (1, 8), {"sequence_parallel": True}, ("sequence", "")),
         ("train", "standard", (1, 8), {"sequence_parallel": True, "base": "fused"}, ("fused", "")),
-        ("train", "desync-2x", (1, 8), {"base": "async", "table": None}, ("async", "")),
+        ("train", "desync-2x", (1, 8), {"base": "async"}, ("async", "")),
         ("prefill", "ladder", (2, 5), {}, ("sharded", "direct")),
         ("prefill", "ladder", (2, 6), {}, ("sharded", "copy-kernels")),
         ("prefill", "standard", (2, 10), {}, ("sharded", "direct")),
@@ -51,9 +53,15 @@ def test_the_choice(
     phase: str, plan: str, shape: tuple[int, int], options: Any, expected: tuple[str, str]
 ) -> None:
     """Each limit of the table from both sides; tokens of 10 bytes."""
-    settings = {"ranks": FOUR, "table": TABLE, **options}
-    resolved = resolve_plan(plan, 4, 4)
-    choice = choose(phase, resolved, shape=shape, token_bytes=10, **settings)
+    resolved, options = resolve_plan(plan, 4, 4), {"ranks": FOUR, **options}
+    if phase == "train":
+        choice = choose_training(resolved, shape=shape, **options)
+    elif phase == "prefill":
+        choice = choose_prefill(
+            resolved, shape=shape, token_bytes=10, **{"table": TABLE, **options}
+        )
+    else:
+        choice = choose_decode(resolved, sequences=shape[0], **{"table": TABLE, **options})
     assert (choice.reducer, choice.transport) == expected
     assert choice.why
     assert str(choice).startswith(choice.reducer)
@@ -67,7 +75,7 @@ def test_the_choice(
         ("train", "desync-2x", "sequence", "reducer=sequence with tp=4 and plan 'desync-2x': .*"),
         ("train", "ladder", "asinc", "did you mean 'async'"),
         ("prefill", "ladder", "sequence", "reducer=sequence .* for training; use async, push"),
-        ("decode", "ladder", "sharded", "reducer=sharded .* no model's own"),
+        ("decode", "ladder", "sharded", "reducer=sharded .* cannot be a model's reducer"),
     ],
 )
 def test_what_cannot_be_chosen(phase: str, plan: str, base: str, message: str) -> None:
@@ -90,11 +98,12 @@ def test_the_reducer_of_training() -> None:
 
 
 def test_auto_trains_by_operators_where_they_overlap() -> None:
-    """Of plans whose sublayers all exchange alike, and only where nothing else was asked for."""
+    """Of plans whose reduces all block, without `attention+mlp`, and only where nothing else was
+    asked for."""
 
     def chosen(plan: str, base: str = "auto", sharded: bool = True, least: int = 8192) -> str:
-        choice = choose(
-            "train", resolve_plan(plan, 4, 4), FOUR, (2, 4096), base=base,
+        choice = choose_training(
+            resolve_plan(plan, 4, 4), FOUR, (2, 4096), base,
             sequence_parallel=sharded, overlaps=lambda tokens: tokens >= least,
         )  # fmt: skip
         return choice.reducer
@@ -104,7 +113,7 @@ def test_auto_trains_by_operators_where_they_overlap() -> None:
     assert chosen("standard", "sequence") == "sequence"
     assert chosen("standard", sharded=False) == "async"
     assert [chosen(plan) for plan in ("ladder", "parallel")] == ["sequence", "sequence"]
-    sharded = choose("train", resolve_plan("standard", 4, 4), FOUR, sequence_parallel=True)
+    sharded = choose_training(resolve_plan("standard", 4, 4), FOUR, sequence_parallel=True)
     assert sharded.reducer == "sequence"  # nothing is known to overlap
 
 
@@ -130,7 +139,7 @@ def test_the_products_of_a_training_step() -> None:
 
 def test_training_cannot_shard_the_residual_of_this_plan() -> None:
     with pytest.raises(UserError, match="reducer=sequence with tp=4 and plan 'desync-2x'"):
-        choose("train", resolve_plan("desync-2x", 4, 4), FOUR, sequence_parallel=True)
+        choose_training(resolve_plan("desync-2x", 4, 4), FOUR, sequence_parallel=True)
 
 
 def test_the_registry() -> None:

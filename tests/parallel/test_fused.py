@@ -14,10 +14,10 @@ import ladder.ops
 from ladder.config import model_config
 from ladder.jit import device_name
 from ladder.models import Plan, Ranks, Transformer, UserError, resolve_plan
-from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
+from ladder.operator_names import GATHER, GATHER_BACKWARD, SCATTER, SCATTER_BACKWARD
 from ladder.parallel import launch
 from ladder.parallel.apply import CHECKPOINTING, make_model
-from ladder.parallel.choose import choose
+from ladder.parallel.choose import choose_training
 from ladder.parallel.fused import FusedReducer
 from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sequence import SequenceReducer
@@ -40,8 +40,6 @@ from tests.samples import (
     sample_tokens,
     small_config,
 )
-
-GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 
 
 def calls_of(plan: Plan) -> dict[str, int]:
@@ -200,18 +198,18 @@ def test_it_trains_as_one_process(
 
 
 @pytest.mark.parametrize(
-    ("phase", "plan", "ranks", "sharded", "message"),
+    ("plan", "ranks", "sharded", "message"),
     [
-        ("train", "standard", Ranks(4, 0, 1), False, "sequence_parallel=false: use async or auto"),
-        ("train", "desync-2x", Ranks(4, 0, 1), True, "tp=4 and plan 'desync-2x': .*reduce='none'"),
-        ("train", "dtp-1", Ranks(4, 0, 2), True, "tp=2 .*: 2 virtual ranks .*=async and seq"),
-        ("train", "standard", Ranks(), True, "tp=1 .*there is one process"),
+        ("standard", Ranks(4, 0, 1), False, "sequence_parallel=false: use async or auto"),
+        ("desync-2x", Ranks(4, 0, 1), True, "tp=4 and plan 'desync-2x': .*reduce='none'"),
+        ("dtp-1", Ranks(4, 0, 2), True, "tp=2 .*: 2 virtual ranks .*=async and seq"),
+        ("standard", Ranks(), True, "tp=1 .*there is one process"),
     ],
 )
-def test_what_is_refused(phase: str, plan: str, ranks: Ranks, sharded: bool, message: str) -> None:
+def test_what_is_refused(plan: str, ranks: Ranks, sharded: bool, message: str) -> None:
     resolved = resolve_plan(plan, 4, 4)
     with pytest.raises(UserError, match=f"reducer=fused .*{message}"):
-        choose(phase, resolved, ranks, (1, 8), base="fused", sequence_parallel=sharded)
+        choose_training(resolved, ranks, (1, 8), "fused", sequence_parallel=sharded)
 
 
 def adapted(rank: int, world: int) -> str:

@@ -24,7 +24,7 @@ from ladder.models.quantised import quantise_model
 from ladder.ops import Choice, choice
 from ladder.ops.registry import Call
 from ladder.parallel import launch
-from ladder.parallel.choose import check_base, choose
+from ladder.parallel.choose import check_base, choose_decode, choose_prefill
 from ladder.parallel.dispatch import Dispatch, Prefill, load_dispatch
 from ladder.parallel.mesh import make_mesh
 from ladder.parallel.overlap import Overlap, prompt_mode, slot_bytes
@@ -146,23 +146,22 @@ def test_it_is_chosen_from_its_size_on_and_only_where_everything_blocks() -> Non
         ("standard", 19, "sharded"), ("standard", 20, "fused"), ("standard", 31, "sharded"),
         ("parallel", 20, "sharded"), ("ladder", 20, "sharded"), ("hybrid", 20, "sharded"),
     ):  # fmt: skip
-        choice = choose(
-            "prefill", resolve_plan(plan, 4, 4), ranks, (1, tokens), 10, table,
+        choice = choose_prefill(
+            resolve_plan(plan, 4, 4), ranks, (1, tokens), 10, table,
             overlaps=lambda tokens: tokens < 30,
         )  # fmt: skip
         assert (choice.reducer, choice.transport) == (expected, "copy-kernels" if tokens < 11
                                                       else "copy"), plan  # fmt: skip
     never = replace(table, prefill=Prefill())
     for given, overlaps in ((table, None), (never, lambda tokens: True)):
-        assert choose(
-            "prefill", resolve_plan("standard", 4, 4), ranks, (9, 999), 10, given,
-            overlaps=overlaps,
+        assert choose_prefill(
+            resolve_plan("standard", 4, 4), ranks, (9, 999), 10, given, overlaps=overlaps,
         ).reducer == ("sharded")  # fmt: skip
     for given, transport in ((table, "direct"), (None, "collective")):
-        choice = choose("prefill", resolve_plan("ladder", 4, 4), ranks, (1, 9), 10, given, "fused")
+        choice = choose_prefill(resolve_plan("ladder", 4, 4), ranks, (1, 9), 10, given, "fused")
         assert str(choice) == f"fused, {transport} (it was asked for)"
-    assert choose("decode", resolve_plan("ladder", 4, 4), ranks, (1, 1), 10, None, "fused") == (
-        choose("decode", resolve_plan("ladder", 4, 4), ranks, (1, 1), 10, None, "async")
+    assert choose_decode(resolve_plan("ladder", 4, 4), ranks, 1, None, "fused") == (
+        choose_decode(resolve_plan("ladder", 4, 4), ranks, 1, None, "async")
     )
 
 
@@ -174,8 +173,8 @@ def test_large_prompts_whose_products_overlap_on_two_h100s() -> None:
     config = model_config("llama-3-8b")
 
     def chosen(config: ModelConfig, tokens: int, gpu: str = h100, mode: Mode = "captured") -> str:
-        return choose(
-            "prefill", plan, Ranks(2, 1, 1), (1, tokens), 2 * config.hidden_size, table,
+        return choose_prefill(
+            plan, Ranks(2, 1, 1), (1, tokens), 2 * config.hidden_size, table,
             overlaps=lambda tokens: Overlap(config, gpu, 2, torch.bfloat16)(tokens, mode),
         ).reducer  # fmt: skip
 
@@ -197,8 +196,8 @@ def test_large_prompts_whose_products_overlap_on_four_h200s() -> None:
 
     def chosen(plan: str, tokens: int) -> str:
         overlap = Overlap(config, "NVIDIA H200", 4, torch.bfloat16)
-        return choose(
-            "prefill", resolve_plan(plan, 4, 4), Ranks(4, 1, 1), (1, tokens),
+        return choose_prefill(
+            resolve_plan(plan, 4, 4), Ranks(4, 1, 1), (1, tokens),
             2 * config.hidden_size, table, overlaps=lambda n: overlap(n, prompt_mode(n)),
         ).reducer  # fmt: skip
 
@@ -270,9 +269,9 @@ def test_the_mode_of_a_prompt_is_that_of_its_pass() -> None:
 @pytest.mark.parametrize(
     ("plan", "ranks", "message"),
     [
-        ("dtp-1", Ranks(4, 0, 1), "no product of it waits .*own_scale.*; use reducer=async$"),
+        ("dtp-1", Ranks(4, 0, 1), "no blocking reduce .*own_scale.*; use reducer=async or push$"),
         ("standard", Ranks(4, 0, 2), "2 virtual ranks"),
-        ("standard", Ranks(), "there is one process"),
+        ("standard", Ranks(), "there is one process.*; use reducer=async$"),
     ],
 )
 def test_what_is_refused(plan: str, ranks: Ranks, message: str) -> None:
@@ -334,7 +333,7 @@ def loaded(rank: int, world_size: int) -> str:
 
 def test_a_plan_that_waits_for_no_sum_is_refused_when_it_is_loaded(pools: Pools) -> None:
     for text in pools(2).run(loaded):
-        assert text.startswith("reducer=fused with tp=2 and plan 'dtp-1': no product of it waits")
+        assert text.startswith("reducer=fused with tp=2 and plan 'dtp-1': the plan has no blocking")
 
 
 def test_the_benchmark_leaves_out_what_is_refused() -> None:
@@ -349,7 +348,7 @@ def test_the_benchmark_leaves_out_what_is_refused() -> None:
     assert ("none", "fused", False) in found
     assert [reducer for plan, reducer, bare in found if plan == "dtp-1" and not bare] == ["async"]
     (line,) = left_out
-    assert line.startswith("dtp-1 at TP 2, reducer fused: no product of it waits for its own sum")
+    assert line.startswith("dtp-1 at TP 2, reducer fused: the plan has no blocking reduce")
     eight = replace(given, plans=("standard",), weights="int8")
     _, (line,) = expand([eight], 2, True, lambda reducer, tp: None)
     assert line == "standard at TP 2, reducer fused: its products take no int8 weights"

@@ -14,8 +14,15 @@ import pytest
 from ladder.bench.ops.points import BY_COLUMNS, OpPoint, Variant, calls_of
 from ladder.cli import main
 from ladder.models.errors import UserError
+from ladder.operator_names import (
+    GATHER,
+    GATHER_BACKWARD,
+    LANDING,
+    REDUCE,
+    SCATTER,
+    SCATTER_BACKWARD,
+)
 from ladder.ops import schedules, track_schedules
-from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.registry import OPERATORS
 from ladder.ops.track_maps import all_to_all
 from ladder.perf.machine import Curve, Machine, Value
@@ -23,7 +30,7 @@ from ladder.perf.machine_files import load
 from ladder.perf.nodes import for_degree
 from ladder.perf.nodes import load as load_any
 from ladder.perf.operators.cost import HOST_LAUNCH_US, HOSTS, OperatorCost
-from ladder.perf.operators.lower import GATHER, LANDING, OPS, REDUCE, SCATTER
+from ladder.perf.operators.lower import OPS
 from ladder.perf.operators.predict import BACKWARD, Predictor, plain, predicts
 from ladder.perf.operators.scores import picks, scores, summary
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladder.bench.inference.points import CHECKPOINT, InferencePoint
+from ladder.bench.inference.points import InferencePoint
 from ladder.checkpoint import newest, quantised_as
 from ladder.infer.load import (
     agreed,
@@ -25,6 +25,7 @@ from ladder.models.transformer import Transformer, meta_model
 from ladder.parallel.choose import inference_base
 from ladder.parallel.mesh import make_mesh
 from ladder.parallel.sharding import fill_in_8_bits, local_parameters, shard_model
+from ladder.plans import CHECKPOINT
 
 SHARPNESS = 2.0  # factor on q_proj: flat random attention would hide errors by averaging
 

@@ -19,8 +19,8 @@ from ladder.models.ranks import Ranks
 from ladder.models.storage import QUANTISED
 from ladder.parallel.choose import INFERENCE, REDUCERS
 from ladder.parallel.refusals import fused_refusal, rounding_refusal
+from ladder.plans import CHECKPOINT
 
-CHECKPOINT = "checkpoint"  # the name of a checkpoint's own plan, with its weights
 SHAPE_PLANS = ("standard", "ladder", "none")
 CHECKPOINT_PLANS = (CHECKPOINT, "standard", "none")
 

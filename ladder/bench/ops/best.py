@@ -9,13 +9,14 @@ from typing import Any
 
 from ladder.bench.ops.derive import by_case, sizes
 from ladder.bench.ops.points import BAGS, FEW, OF_EXPERTS
+from ladder.operator_names import GATHER, REDUCE, SCATTER
 
 Records = Sequence[Mapping[str, Any]]
 # The overlap efficiencies to reach with FLUX's shapes of GPT-3 on four H200s.
 E_AIMS = {
-    "all_gather_matmul": {1024: 0.50, 2048: 0.68, 4096: 0.80, 8192: 0.75},
-    "matmul_reduce_scatter": {1024: 0.55, 2048: 0.68, 4096: 0.78, 8192: 0.60},
-    "matmul_all_reduce": {1024: 0.30, 2048: 0.50, 4096: 0.60, 8192: 0.60},
+    GATHER: {1024: 0.50, 2048: 0.68, 4096: 0.80, 8192: 0.75},
+    SCATTER: {1024: 0.55, 2048: 0.68, 4096: 0.78, 8192: 0.60},
+    REDUCE: {1024: 0.30, 2048: 0.50, 4096: 0.60, 8192: 0.60},
 }
 DECODE_AIMS = {1: 2.0, 8: 2.0, 64: 6.0}  # microseconds beyond the product
 HEAD = ["operator, mode", "shape", "path", "m", "us", "ECT", "E", "floor", "of floor", "NCCL ECT",

@@ -26,10 +26,10 @@ from ladder.bench.ops.points import (
 )
 from ladder.comm import collectives
 from ladder.kernels.bags import pool_bags
+from ladder.operator_names import GATHER, GATHER_BACKWARD, SCATTER, SCATTER_BACKWARD
 from ladder.ops import exchange
 from ladder.ops.backend import scattered_sum
 from ladder.ops.collectives import staged_all_gather
-from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.products import transposed_product
 from ladder.ops.registry import ANY_ORDER, DEFAULT, OPERATORS
 
@@ -348,13 +348,13 @@ def torch_calls(case: Case) -> dict[str, Call]:
     import torch.distributed._symmetric_memory
 
     name, ops = case.group.group_name, torch.ops.symm_mem
-    if case.point.op == "all_gather_matmul":
+    if case.point.op == GATHER:
         shard, weights, _ = case.arguments
         return {
             "torch fused": lambda: ops.fused_all_gather_matmul(shard, weights, 0, name),
             "torch native": lambda: ops.fused_all_gather_matmul(shard, weights, 0, name),
         }
-    if case.point.op == "matmul_reduce_scatter":
+    if case.point.op == SCATTER:
         x, weight, _, _ = case.arguments
         return {"torch fused": lambda: ops.fused_matmul_reduce_scatter(x, weight, "sum", 0, name)}
     return {}

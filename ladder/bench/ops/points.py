@@ -9,24 +9,27 @@ from typing import Any
 from ladder.config import configs_folder, model_config, parse_json
 from ladder.costs import product_shapes
 from ladder.models.errors import UserError, unknown
-from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
+from ladder.operator_names import (
+    GATHER,
+    GATHER_BACKWARD,
+    LANDING,
+    REDUCE,
+    REDUCE_LANDING,
+    REDUCE_LINEAR,
+    SCATTER,
+    SCATTER_BACKWARD,
+)
 from ladder.ops.registry import DTYPES, OPERATORS, Implementation, check_values
 
-COLUMNS = ("all_gather_matmul",)  # operators whose matrix is split by columns
+COLUMNS = (GATHER,)  # operators whose matrix is split by columns
 BY_COLUMNS = (*COLUMNS, SCATTER_BACKWARD)  # a gradient's matrix is the transposed one
-ROWS = (
-    "matmul_reduce_scatter", "matmul_all_reduce", "linear_all_reduce",
-    "matmul_reduce_scatter_add_rms_norm", "matmul_all_reduce_add_rms_norm",
-)  # fmt: skip
+ROWS = (SCATTER, REDUCE, REDUCE_LINEAR, LANDING, REDUCE_LANDING)
 BAGS, EXPERTS = "embedding_bag_all_to_all", "matmul_all_to_all"
 SEND, BACK = "all_to_all_rows", "return_rows"  # move rows to their experts, and back
 OF_EXPERTS = (EXPERTS, SEND, BACK)
 OPS = (*COLUMNS, *ROWS, GATHER_BACKWARD, SCATTER_BACKWARD, BAGS, *OF_EXPERTS)
-SCATTERED = (
-    "all_gather_matmul", "matmul_reduce_scatter", "matmul_reduce_scatter_add_rms_norm",
-    GATHER_BACKWARD, SCATTER_BACKWARD,
-)  # fmt: skip
-FEW = "linear_all_reduce"  # for so few rows that its all-reduce is one message
+SCATTERED = (GATHER, SCATTER, LANDING, GATHER_BACKWARD, SCATTER_BACKWARD)
+FEW = REDUCE_LINEAR  # for so few rows that its all-reduce is one message
 FEW_ROWS = (1, 8, 64)
 PRODUCT_ROWS = (64, 512, 1024, 2048, 4096, 8192)  # m of FLUX's figures 11 to 14
 # Options that may be faster for some shapes, by implementation: what --tune tries.
@@ -206,7 +209,7 @@ def _transposed(matrix: Matrix | Experts) -> Matrix:
     matrix's gradient. The adjoint of an all-reduce leaves no communication inside a product.
     """
     assert isinstance(matrix, Matrix)
-    ops = ("matmul_reduce_scatter", GATHER_BACKWARD) if matrix.ops == COLUMNS else BY_COLUMNS
+    ops = (SCATTER, GATHER_BACKWARD) if matrix.ops == COLUMNS else BY_COLUMNS
     return Matrix(matrix.name, matrix.k, matrix.n, ops)
 
 

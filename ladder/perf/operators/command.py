@@ -22,7 +22,7 @@ from ladder.models.errors import UserError, unknown
 from ladder.ops.registry import OPERATORS
 from ladder.perf.nodes import declaration
 from ladder.perf.operators.lower import OPS
-from ladder.perf.operators.predict import ALONE, KNOWN, Predictor, plain
+from ladder.perf.operators.predict import ALONE, KNOWN, Predictor, efficiency_text, plain
 from ladder.perf.prediction.command import machine_of
 from ladder.plans import aligned
 
@@ -77,8 +77,8 @@ def main(options: Any) -> int:
         marks = "*" * row["fastest"] + "+" * row["fastest_eager"]
         table.append([
             row["op"], sizes(row), str(row["m"]), f"{row['way']} {marks}".rstrip(),
-            f"{row['us']:.1f}", f"{row['ect_us']:.1f}", _share(row["efficiency"]),
-            f"{row['eager_us']:.1f}", _share(row["eager_efficiency"]),
+            f"{row['us']:.1f}", f"{row['ect_us']:.1f}", efficiency_text(row["efficiency"]),
+            f"{row['eager_us']:.1f}", efficiency_text(row["eager_efficiency"]),
         ])  # fmt: skip
     print(f"{machine.name}, {ranks} ranks\n\n{aligned(table)}\n")
     said = f"not measured: {', '.join(predictor.unmeasured)}" if predictor.unmeasured else ""
@@ -111,10 +111,6 @@ def _rows(predictor: Predictor, point: OpPoint, wanted: list[Variant]) -> list[d
          "fastest_eager": way != ALONE and eager[way].us == first}
         for way, each in found.items()
     ]  # fmt: skip
-
-
-def _share(e: float | None) -> str:
-    return "-" if e is None else f"{e:.2f}"
 
 
 def _accepts(predictor: Predictor, point: OpPoint, variant: Variant) -> bool:

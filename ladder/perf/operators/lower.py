@@ -14,10 +14,17 @@ from functools import partial
 from ladder.bench.ops.points import BY_COLUMNS, OpPoint
 from ladder.costs import BF16
 from ladder.kernels.gemm import GROUP, tiles_of
+from ladder.operator_names import (
+    GATHER,
+    GATHER_BACKWARD,
+    LANDING,
+    REDUCE,
+    SCATTER,
+    SCATTER_BACKWARD,
+)
 from ladder.ops import schedules, track_schedules
 from ladder.ops.blocks import WHOLE, Blocks
 from ladder.ops.gradient_schedules import gathered_gradients
-from ladder.ops.gradients import GATHER_BACKWARD, SCATTER_BACKWARD
 from ladder.ops.overlapped import tracked_map
 from ladder.ops.steps import ALL, Schedule, Word, Work
 from ladder.ops.summing import PIECES, pieces_of
@@ -26,8 +33,6 @@ from ladder.ops.track_maps import rotated
 from ladder.perf.operators.cost import OperatorCost
 from ladder.perf.operators.run import Copies, Moves, Task, Tasks, Tiles
 
-GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-LANDING = "matmul_reduce_scatter_add_rms_norm"
 OPS = (GATHER, SCATTER, REDUCE, LANDING, GATHER_BACKWARD, SCATTER_BACKWARD)
 
 

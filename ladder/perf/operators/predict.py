@@ -10,22 +10,14 @@ from ladder.bench.ops.points import BY_COLUMNS, OpPoint, Variant, calls_of
 from ladder.comm.capture import Mode
 from ladder.costs import BF16
 from ladder.models.errors import UserError
+from ladder.operator_names import GATHER, LANDING, REDUCE
 from ladder.ops.gradients import BACKWARD
 from ladder.ops.pushed import LARGEST
 from ladder.ops.registry import ANY_ORDER, DEFAULT
 from ladder.perf.machine import Machine
 from ladder.perf.nodes import for_degree
 from ladder.perf.operators.cost import PUSHED_HOST_US, TODAY, Host, OperatorCost
-from ladder.perf.operators.lower import (
-    GATHER,
-    LANDING,
-    OPS,
-    OVERLAPPED,
-    REDUCE,
-    Size,
-    size_of,
-    sum_bytes,
-)
+from ladder.perf.operators.lower import OPS, OVERLAPPED, Size, size_of, sum_bytes
 from ladder.perf.operators.run import run
 
 ALONE, PUSHED = "alone", "pushed"
@@ -43,6 +35,10 @@ class Predicted:
     us: float
     ect_us: float
     efficiency: float | None
+
+
+def efficiency_text(e: float | None) -> str:
+    return "-" if e is None else f"{e:.2f}"
 
 
 class Predictor:

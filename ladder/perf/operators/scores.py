@@ -12,7 +12,7 @@ from ladder.bench.ops.points import OpPoint, Variant, point_of, recorded
 from ladder.comm.capture import MODES, Mode
 from ladder.perf.machine import Machine
 from ladder.perf.operators.cost import HOSTS, Host
-from ladder.perf.operators.predict import ALONE, Predicted, Predictor, plain
+from ladder.perf.operators.predict import ALONE, Predicted, Predictor, efficiency_text, plain
 from ladder.perf.prediction.records import check_kinds, check_number, cut, known_degrees, records
 from ladder.plans import aligned
 
@@ -158,7 +158,8 @@ def report(found: Sequence[OperatorScore]) -> list[str]:
         rows.append([
             each.point.op, str(each.point.m), each.way, each.mode, f"{one.us:.1f}",
             f"{other.us:.1f}", f"{100 * each.error:+.1f} %", f"{one.ect_us:.1f}",
-            f"{other.ect_us:.1f}", _share(one.efficiency), _share(other.efficiency), spread,
+            f"{other.ect_us:.1f}", efficiency_text(one.efficiency),
+            efficiency_text(other.efficiency), spread,
         ])  # fmt: skip
     lines = ["ops\n", aligned(rows), "", NOTE, ""]
     rows = [["mean errors", "calls", "time", "ECT", "E", "E, with its sign"]]
@@ -180,10 +181,6 @@ def report(found: Sequence[OperatorScore]) -> list[str]:
 
 def _order(each: OperatorScore) -> tuple[str, str, int, bool, str]:
     return each.point.op, each.mode, each.point.m, each.way != ALONE, each.way
-
-
-def _share(e: float | None) -> str:
-    return "-" if e is None else f"{e:.2f}"
 
 
 def summary(found: Iterable[OperatorScore]) -> dict[str, tuple[int, float, float, list[float]]]:

@@ -135,7 +135,7 @@ def _name(axes: Any, drawn: Sequence[Row], best: Sequence[Row], measure: Any) ->
 
 def timeline(row: Row, phase: str, title: str) -> str:
     """When the kernels of LAYERS layers in the middle run: on their streams, and on resources."""
-    window = _middle(row, phase)
+    window = _middle(row)
     begin = min(start for _, start, _ in window)
     streams = list(dict.fromkeys(each.stream for each, _, _ in window if each.launched))
     shown = [*streams, *tracks(phase)]
@@ -174,7 +174,7 @@ def timeline(row: Row, phase: str, title: str) -> str:
     return to_svg(figure, said, title)
 
 
-def _middle(row: Row, phase: str) -> list[tuple[Operation, float, float]]:
+def _middle(row: Row) -> list[tuple[Operation, float, float]]:
     """The forward operations of LAYERS layers in the middle, with their starts and ends."""
     plan = row.candidate.config.plan
     first = max(0, (plan.num_layers - LAYERS) // 2)

@@ -26,7 +26,8 @@ from ladder.perf.memory import GIB, Memory
 from ladder.perf.nodes import without_peers
 from ladder.perf.phases import Prediction
 from ladder.perf.planner.question import ALONE, WHOLE, Candidate, LeftOut, Question
-from ladder.perf.planner.subject import CHECKPOINT, check_names, degrees
+from ladder.perf.planner.subject import check_names, degrees
+from ladder.plans import CHECKPOINT
 
 REDUCERS = tuple(WAY)
 MEASURED_TOKENS = 64  # new tokens of the command that times a recommended decode step

@@ -13,8 +13,8 @@ from ladder.perf.machine import Machine
 from ladder.perf.memory import GIB, Memory
 from ladder.perf.phases import Prediction
 from ladder.perf.planner.intervals import Interval
-from ladder.perf.planner.subject import CHECKPOINT, Subject
-from ladder.plans import OVERVIEW
+from ladder.perf.planner.subject import Subject
+from ladder.plans import CHECKPOINT, OVERVIEW
 
 # The batches to compare for throughput.
 BATCHES = {"decode": (1, 4, 16, 64), "prefill": (1, 4, 16, 64), "train": (1, 2, 4, 8)}

@@ -15,8 +15,7 @@ from ladder.perf.planner.candidates import work
 from ladder.perf.planner.inference import most_batch
 from ladder.perf.planner.question import CLOSE, Question, Row, order, recommended, score
 from ladder.perf.planner.running import running
-from ladder.perf.planner.subject import CHECKPOINT
-from ladder.plans import aligned
+from ladder.plans import CHECKPOINT, aligned
 
 NAMED = 4  # how many of the rows close to the best are named
 PHASES = {"decode": "decode steps after", "prefill": "prompts of", "train": "training steps of"}

@@ -13,8 +13,7 @@ from ladder.models.errors import UserError, unknown
 from ladder.models.presets import resolve_plan, stated_degree
 from ladder.perf.machine import BETWEEN_GPUS, Machine, with_links_of
 from ladder.perf.nodes import has_degrees, load, relatives
-
-CHECKPOINT = "checkpoint"  # the name of a folder's own plan, as in `ladder bench inference`
+from ladder.plans import CHECKPOINT
 
 
 @dataclass(frozen=True)
