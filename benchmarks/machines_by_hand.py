@@ -9,7 +9,7 @@ from ladder.perf.machine import STREAMS_TOGETHER, Curve, Value
 
 POWER = (
     "measured by hand: products of 16384 rows, for a second, {}; "
-    "2026-11-27-power-h200x4.txt (docs/predict.md)"
+    "2026-11-27-power-h200x4.txt (docs/predict-model.md)"
 )
 BOOST = Value(
     20.0,

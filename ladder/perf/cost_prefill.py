@@ -149,7 +149,7 @@ class PromptCost:
 
         back: the exchange is inside of the products of the gradients. lands: a scatter's landing is
         inside, too. It counts a second time, as the operation after the product: in a model such
-        operators take about that much longer than by themselves (docs/predict.md).
+        operators take about that much longer than by themselves (docs/predict-model.md).
         """
         outputs, inputs = self.shapes[part]
         if back:
