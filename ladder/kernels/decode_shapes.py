@@ -21,6 +21,8 @@ MOST_AHEAD = 32
 # For 33 to 64 rows beside other kernels, products with so many outputs have tiles of 64 outputs
 # (`_wide`). Alone they need all SMs; other sizes were not measured.
 MIDDLE = range(4096, 32 * MULTIPROCESSORS + 1)
+# Rows for which O and down in 8 bits leave room beside them for other programs.
+FEW_ROWS = 3, 4
 FEW = 2048  # products of fewer outputs need cuts of their own to use the whole memory bandwidth
 # Outputs of a product with 64 rows of its weight for each SM, such as a head's.
 MANY = 64 * MULTIPROCESSORS
@@ -182,7 +184,8 @@ def _wide(rows: int, padded: int, outputs: int, size: int, half: bool) -> Cut | 
     if not half:
         return Cut(padded, 64, 128, 4, 5 if short else 7, swapped=True)
     if padded == 16:
-        return Cut(16, 64, 256, 4, 3, swapped=True) if short and rows <= 4 else None
+        these = short and rows in FEW_ROWS and outputs in MIDDLE
+        return Cut(16, 64, 256, 4, 3, swapped=True) if these else None
     return Cut(32, 64, 256, 4, 4 if short else 5, swapped=True)
 
 
@@ -219,11 +222,11 @@ def _tiles_of_halves(rows: int, padded: int, outputs: int, size: int, beside: bo
     """One instruction converts two elements of the weight, so few tiles wait for conversions."""
     if padded == 16 and size > 1024 and outputs <= 32 * MULTIPROCESSORS:
         stages = 6
-        if beside:
+        if beside and 2048 < size < 4096:  # down of an 8B at TP 4; others were not measured
             # With 3 stages a program leaves room on its SM for one of gate and up. Together with
             # O's tiles of 64 (`_wide`) that takes 7.5 % off a ladder's steps of 4 sequences that
-            # push to four ranks; 4 stages take 2 % off those of 16.
-            stages = 3 if rows <= 4 else 6 if rows <= 8 else 4
+            # push to four ranks; 4 stages take 2 % off those of 16. Steps of 2 and 8 lost.
+            stages = 3 if rows in FEW_ROWS else 4 if rows > 8 else 6
         return Cut(padded, 32, 512, 4, stages, 4)
     return Cut(padded, 32, 256, 4, 4 if size <= 2048 else 6)
 
