@@ -224,7 +224,7 @@ def _tensors(shape: Any, dtype: torch.dtype) -> Any:
 
 def choose(call: Call) -> Choice:
     """The implementation for a call. Raises UserError if one is insisted on that cannot run it."""
-    known = tuple(OPERATORS[call.op].implementations)
+    known = tuple(sorted(OPERATORS[call.op].implementations))  # whatever was imported first
     asked, file = _asked.get(call.op), os.environ.get(VARIABLE) or None
     return _choose(call, known, asked, file, reduced_precision())
 

@@ -85,8 +85,8 @@ def test_the_table_decides_and_explain_says_why(table: Path) -> None:
     assert (picked.implementation, dict(picked.options)) == ("fast", {"chunk": 3})
     assert str(picked) == (
         "all_reduce, eager: fast chunk=3 (table.json: a test)\n"
-        "  not staged: not measured as faster\n"
-        f"  not collective: {BACKENDS}"
+        f"  not collective: {BACKENDS}\n"
+        "  not staged: not measured as faster"
     )
     for other in (
         {"ranks": 2}, {"device": "cpu"}, {"dtype": torch.float16},
