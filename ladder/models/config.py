@@ -9,7 +9,8 @@ from typing import Any
 
 from ladder.models.errors import UserError, check_keys, unknown
 from ladder.models.plan import Plan, number
-from ladder.models.presets import MOST_LAYERS, MOST_RANKS, depends_on_tp, resolve_plan, with_degree
+from ladder.models.preset_table import depends_on_tp
+from ladder.models.presets import MOST_LAYERS, MOST_RANKS, resolve_plan, with_degree
 
 # Limits of a shape, far above any real model: a mistyped number would take all memory or endless
 # time. Tokens and positions pass through float32, which is exact up to 2**24.

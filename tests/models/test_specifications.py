@@ -15,7 +15,8 @@ import torch
 import yaml
 
 from ladder.models import ModelConfig, Plan, SublayerRecord, UserError, resolve_plan
-from ladder.models.presets import PRESETS, layers_named
+from ladder.models.preset_table import PRESETS
+from ladder.models.presets import layers_named
 from tests.samples import PLANS, both, full_model, sample_tokens, small_config, virtual
 
 L = 6  # layers
