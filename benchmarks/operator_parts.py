@@ -50,14 +50,15 @@ from ladder.infer.graphs import capture_graph
 from ladder.kernels.bags import pool_bags
 from ladder.kernels.gemm import Addition, Arrivals, Tiling, Track, gemm
 from ladder.kernels.slots import SlotArrivals
-from ladder.ops.overlapped import SCATTER, arrival_order, tracked_map
+from ladder.operator_names import GATHER, SCATTER
+from ladder.ops.overlapped import arrival_order, tracked_map
 from ladder.ops.tilings import tiling_of
 from ladder.parallel import launch
 from ladder.parser import Parser, parse_words
 from ladder.records import facts
 
-OPS = ("all_gather_matmul", SCATTER, BAGS)
-OWN = {"all_gather_matmul": ("waiting",), SCATTER: ("tracked", "summing")}
+OPS = (GATHER, SCATTER, BAGS)
+OWN = {GATHER: ("waiting",), SCATTER: ("tracked", "summing")}
 RANK = 0
 
 

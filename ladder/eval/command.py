@@ -163,7 +163,7 @@ def _compare(
     with _written(out, own) as data:
         tasks, index = _load_tasks(options, chosen, own, data)
         check_generation(tasks["tasks"], folders.values())
-        notes = _notes(tasks["tasks"], lengths, contexts)
+        notes = _notes(tasks["tasks"], window, lengths, contexts)
         run(*first)
     try:
         for each in others:
@@ -181,12 +181,13 @@ def _compare(
 
 
 def _notes(
-    tasks: Mapping[str, Any], lengths: Collection[int], contexts: Mapping[str, int]
-) -> dict[str, str]:
+    tasks: Mapping[str, Any], window: int | None, lengths: Collection[int],
+    contexts: Mapping[str, int],
+) -> dict[str, str]:  # fmt: skip
     """Notes below the table on some tasks: which text they score, and in which windows.
 
-    lengths: the `seq_len` at which runs among the models were trained. contexts: each model's
-    max_seq_len.
+    window: the tokens of all models' windows; None: each model's context. lengths: the `seq_len` at
+    which runs among the models were trained. contexts: each model's max_seq_len.
     """
     notes = {}
     if HELDOUT in tasks:
@@ -194,13 +195,12 @@ def _notes(
     rolling = any(
         task.get_config("output_type") == "loglikelihood_rolling" for task in tasks.values()
     )
-    shortest = min(contexts.values())
-    if rolling and lengths:
+    if rolling and window is not None:
         which = "as trained" if len(lengths) == 1 else "the fewest that a run was trained with"
-        if shortest < min(lengths):
+        if window < min(lengths):
             which = "the shortest context of the models"
-        notes["windows"] = f"{min(shortest, *lengths):,} tokens, {which}"
-    elif rolling and max(contexts.values()) > shortest:
+        notes["windows"] = f"{window:,} tokens, {which}"
+    elif rolling and len({*contexts.values()}) > 1:
         each = ", ".join(f"{name} {context:,}" for name, context in contexts.items())
         notes["windows"] = f"{each} tokens, each model's context"
     return notes
