@@ -4,11 +4,12 @@
         [--plan ladder] [--batch 1] [--weights fp8] [--layers 8] [--context 1024] [--ranks 4]
 
 A cut is BLOCKxSTEPxWARPS. For products in tiles (from 3 rows on) it is BLOCKxSTEPxWARPSxSTAGES, and
-xPARTS may follow; `s` at the end swaps the operands (`ladder.kernels.decode_shapes.Cut`). The
-products are qkv, o, gate-up, down and head; they are tried one after the other. The cuts of a
-product take turns with the best so far, which is what `decode_shapes.blocks` chooses until a cut
-takes 0.2 % less. Chains of products (products.py) do not tell which cuts are fast in a step: in a
-step the next kernel is another one, and begins before a product has ended.
+xPARTS may follow; `s` then swaps the operands, and with `/4` four programs share the columns of a
+tile of QKV (`ladder.kernels.decode_shapes.Cut`). The products are qkv, o, gate-up, down and head;
+they are tried one after the other. The cuts of a product take turns with the best so far, which is
+what `decode_shapes.blocks` chooses until a cut takes 0.2 % less. Chains of products (products.py)
+do not tell which cuts are fast in a step: in a step the next kernel is another one, and begins
+before a product has ended.
 
 With --ranks the model is the part of one of so many ranks. Its products push to the slots of all
 ranks, which are all on its own GPU, and landings wait for these slots. So the time is that of a
@@ -56,7 +57,7 @@ TURNS, REPLAYS = 9, 30  # the first turn warms up
 GAIN = 0.002  # of a step's time
 SAME = 0.05  # of the logits' standard deviation, root mean square: rounding in another order
 Key = tuple[int, int, bool]  # outputs, inputs, gated
-SYNTAX = re.compile(r"(\d+)x(\d+)x(\d+)(?:x(\d+))?(?:x(\d+))?(s?)")
+SYNTAX = re.compile(r"(\d+)x(\d+)x(\d+)(?:x(\d+))?(?:x(\d+))?(s?)(?:/(\d+))?")
 
 
 def products(config: ModelConfig) -> dict[str, Key]:
@@ -77,7 +78,7 @@ def parse_cut(text: str, rows: int) -> Cut:
         )
     block, step, warps, stages, parts = (int(each or 0) for each in found.groups()[:5])
     padded = max(16, power_of_2(rows)) if stages else power_of_2(rows)
-    return Cut(padded, block, step, warps, stages, parts or 1, bool(found[6]))
+    return Cut(padded, block, step, warps, stages, parts or 1, bool(found[6]), int(found[7] or 1))
 
 
 def parse_cuts(words: list[str], rows: int, known: Mapping[str, Key]) -> dict[str, dict[str, Cut]]:

@@ -69,44 +69,48 @@ def project_reference(
 @kernel("both")
 @no_type_check
 def _project_kernel(
-    x, weight, up, scales, up_scales, pieces, factors, out, squares, add, factor, eps, buffers,
-    start, N,
+    x, weight, up, scales, up_scales, pieces, factors, sums, arrived, out, squares, add, factor,
+    eps, buffers, start, N,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     WP: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
     STAGES: tl.constexpr, KIND: tl.constexpr, GIVES: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    SWAP: tl.constexpr, ALIGN: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, ALIGN: tl.constexpr, SHARES: tl.constexpr, FIXED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK: the columns that share a scale; 0: a scale for each row, or none.
 
     EARLY: steps of `_tile` whose weights are brought into L2 before the wait; a power of two, or 0.
-    AHEAD: before the wait, a tile reads what its end needs beside the sums. ROWS, PARTS, SWAP: see
-    `_tile`. ALIGN: rows of the weight begin at multiples of so many elements, and so does `up`,
-    counted from `weight`. FIXED: weights are read before the wait. WP: WORLD, rounded up to a power
-    of two.
+    AHEAD: before the wait, a tile reads what its end needs beside the sums. ROWS, PARTS, SWAP,
+    SHARES: see `_tile`. ALIGN: rows of the weight begin at multiples of so many elements, and so
+    does `up`, counted from `weight`. FIXED: weights are read before the wait. WP: WORLD, rounded up
+    to a power of two.
     """
     if PDL:
         gdc_launch_dependents()
         if not FIXED:
             gdc_wait()
     WAITS: tl.constexpr = PDL & FIXED
-    program = tl.program_id(0)
+    program, share = tl.program_id(0), 0
+    if SHARES > 1:
+        program, share = program // SHARES, program % SHARES
     if STAGES == 0:
         _product(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
                  start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD,
                  WP, CHUNKS, BITS, EMPTY, GIVES, WAITS, BLOCK)  # fmt: skip
     elif pieces is not None:
-        _tile_of_pieces(program, weight, up, scales, up_scales, pieces, factors, out, squares, add,
-                        factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CHUNKS, CP,
-                        ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY, STAGES, KIND, GIVES, WAITS,
-                        BLOCK, EARLY, AHEAD, ROWS, PARTS, ALIGN)  # fmt: skip
+        _tile_of_pieces(program, share, weight, up, scales, up_scales, sums, arrived, pieces,
+                        factors, out, squares, add, factor, eps, buffers, start, N, M, MP, K, BN,
+                        BK, GATED, NORM, CHUNKS, CP, ADD, STORE, PUSH, RANK, WORLD, BITS, EMPTY,
+                        STAGES, KIND, GIVES, WAITS, BLOCK, EARLY, AHEAD, ROWS, PARTS, ALIGN,
+                        SHARES)  # fmt: skip
     else:
-        _tile(program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers,
-              start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH, RANK, WORLD, CHUNKS,
-              BITS, EMPTY, STAGES, KIND, GIVES, WAITS, BLOCK, EARLY, AHEAD, ROWS, PARTS, SWAP,
-              ALIGN)  # fmt: skip
+        _tile(program, share, x, weight, up, scales, up_scales, sums, arrived, out, squares, add,
+              factor, eps, buffers, start, N, M, MP, K, BN, BK, GATED, NORM, CP, ADD, STORE, PUSH,
+              RANK, WORLD, CHUNKS, BITS, EMPTY, STAGES, KIND, GIVES, WAITS, BLOCK, EARLY, AHEAD,
+              ROWS, PARTS, SWAP, ALIGN, SHARES)  # fmt: skip
 
 
 def _kind_of(dtype: torch.dtype) -> object:
@@ -122,6 +126,7 @@ def project(
     add: Tensor | None = None, factor: float = 1.0, push: PushTarget | None = None,
     keep: bool = True, scales: Scales | None = None, fixed: bool = True,
     gives: torch.dtype | None = None, beside: bool = False, out: Tensor | None = None,
+    arrived: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """x [M, K] times weight [N, K] transposed, for M from 1 to 64: [M, N] in `gives`, or as x.
 
@@ -137,6 +142,8 @@ def project(
     multiplied by its scale. fixed: no kernel that may still run when this is launched writes the
     weights, their scales or the target's addresses, so they are read before the previous one has
     ended. beside: other kernels are meant to run at the same time. out: memory for the result.
+    arrived: int32 zeros, one for each tile, and zeros again afterwards: they count the programs
+    that share the columns of a tile. Launches that share it must follow one another.
     """
     rows, size = x.shape
     outputs, gives = weight.shape[0], gives or x.dtype
@@ -171,9 +178,10 @@ def project(
         or size > MOST_COLUMNS
     ):  # fmt: skip
         pieces = None
-    padded, block, step, warps, stages, parts, swapped = decode_shapes.blocks(
+    padded, block, step, warps, stages, parts, swapped, shares = decode_shapes.blocks(
         rows, outputs, size, up is not None, x.itemsize, scales is not None, pieces is not None,
         scales is not None and x.dtype == torch.float16, beside, scaled=BLOCK if blocked else 0,
+        shared=arrived is not None,
     )  # fmt: skip
     if blocked and stages:
         assert step in (BLOCK * parts, BLOCK * parts * (2 if pieces else 1)), (step, parts)
@@ -189,10 +197,17 @@ def project(
     if out is None:
         out = torch.empty(rows, outputs, dtype=gives, device=x.device) if keep else x
     world = 1 if push is None else push.world
+    tiles, sums = triton.cdiv(outputs, own), x
+    if shares > 1:
+        assert arrived is not None, "programs that share a tile are counted"
+        assert tiles <= len(arrived), (tiles, len(arrived))
+        partial = padded * block * (1 if up is None else 2)
+        sums = x.new_empty(tiles * shares * partial, dtype=torch.float32)
     launch(
-        _project_kernel, (triton.cdiv(outputs, own),), x.device,
+        _project_kernel, (tiles * shares,), x.device,
         x, weight, weight if up is None else up, *(scales or (None, None)),
-        *(pieces or (None, None)), out, x if squares is None else squares,
+        *(pieces or (None, None)), sums, x if arrived is None else arrived, out,
+        x if squares is None else squares,
         x if add is None else add, float(factor), float(eps),
         x if push is None else push.buffers, 0 if push is None else push.start, outputs,
         M=rows, MP=padded, K=size, BN=block, BK=step, GATED=up is not None,
@@ -202,7 +217,7 @@ def project(
         BITS=bits_of(x), EMPTY=EMPTY[x.element_size()], STAGES=stages,
         BLOCK=BLOCK if blocked else 0, EARLY=decode_shapes.EARLY,
         AHEAD=fixed and padded <= decode_shapes.MOST_AHEAD,
-        ROWS=own, PARTS=parts, SWAP=swapped, ALIGN=align,
+        ROWS=own, PARTS=parts, SWAP=swapped, ALIGN=align, SHARES=shares,
         FIXED=fixed or stages > 0,  # L2, into which these are brought early, is never stale
         KIND=multiplied(x.dtype) if pieces is None else _kind_of(pieces.values.dtype),
         GIVES=element(gives), num_warps=warps,

@@ -39,6 +39,7 @@ class Cut(NamedTuple):
     stages: int  # 0: no tensor cores, and a program has `block` rows
     parts: int = 1  # of a step: see `ladder.kernels.tiles`
     swapped: bool = False  # the weight is the product's first operand
+    shares: int = 1  # programs that share the columns of a tile
 
 
 # Cuts of products of one and two rows in 16 bits, by (rows, outputs, inputs, gated): those of an 8B
@@ -88,19 +89,42 @@ def by_halves(rows: int) -> bool:
 def blocks(
     rows: int, outputs: int, size: int, gated: bool, itemsize: int, eight_bits: bool = False,
     pieces: bool = False, half: bool = False, beside: bool = False, scaled: int = 0,
+    shared: bool = False,
 ) -> Cut:  # fmt: skip
     """The cut of a product of x [rows, size] and a weight [outputs, size], or two if `gated`.
 
     itemsize: bytes of an element of x. eight_bits: the weight is stored in 8 bits. pieces: x is
     also given in pieces (`ladder.kernels.pieces`). half: x is in float16, and the weight in 8 bits.
     beside: other kernels run at the same time. scaled: the columns that share a scale; 0: a row's.
+    shared: programs may share the columns of a tile.
 
     Chosen by measurements of chains and whole steps on an H200 (benchmarks/results/README.md).
     """
     found = _by_rows(rows, outputs, size, gated, itemsize, eight_bits, pieces, half, beside)
-    if not (scaled and found.stages):
-        return found
-    return _with_scales(found, outputs, size, gated, itemsize, pieces, half, scaled)
+    if scaled and found.stages:
+        found = _with_scales(found, outputs, size, gated, itemsize, pieces, half, scaled)
+    if shared and not gated and itemsize == 2:
+        if pieces:
+            return _in_shares(found, outputs, size, beside, scaled)
+        if found.padded == 64 and outputs < FEW and size > 1024 and not (beside or eight_bits):
+            return Cut(64, 32, 128, 4, 6, shares=2)  # steps of `standard`: 0 to 3 % less
+    return found
+
+
+def _in_shares(found: Cut, outputs: int, size: int, beside: bool, scaled: int) -> Cut:
+    """`found` for QKV of pieces of 17 and more rows. Each of its few tiles reads all of the input,
+    at the rate of one SM. So several programs share the columns of a tile, as many as there are SMs
+    for: beside other kernels, about a third of them."""
+    tiles, steps = -(-outputs // 64), -(-size // 256)
+    if found.padded < 32 or (found.padded == 32 and (outputs >= FEW or scaled)):
+        return found  # not measured, or not faster
+    if scaled and beside:
+        return found  # 1.6 % faster, but steps of two blocks spill registers
+    few = tiles <= 12 if beside else 4 * tiles <= MULTIPROCESSORS
+    shares = 4 if few else 2 if 2 * tiles <= MULTIPROCESSORS else 1
+    shares = min(shares, steps)
+    step = scaled or 256
+    return found if shares == 1 else Cut(found.padded, 64, step, 4, 4, shares=shares)
 
 
 def _with_scales(
@@ -235,9 +259,13 @@ def _tiles_of_pieces(padded: int, outputs: int, size: int, gated: bool, beside: 
     """Tensor cores multiply at least 64 rows of the weight; tiles of fewer rows fill these by
     parts. Chosen by steps of 8 layers on an H100; those beside other kernels on an H200."""
     if gated and padded == 64:
-        return Cut(padded, 32, 128, 4, 8)
+        # Two programs on an SM where some SMs have two; or room for a program of another kernel.
+        return Cut(padded, 32, 128, 4, 4 if beside or outputs > 32 * MULTIPROCESSORS else 8)
     if gated:  # two programs on an SM, or more stages
         return Cut(padded, 32, 256, 4, 4 if outputs > 32 * MULTIPROCESSORS else 6)
+    if outputs >= MANY and padded == 64:
+        # Two groups of 4 warps read the input half as often: 6 to 10 us less of an 8B's steps.
+        return Cut(padded, 128, 128, 8, 5)
     if outputs >= MANY or padded == 64:
         return Cut(padded, 64, 256, 4, 4)
     if outputs >= FEW:

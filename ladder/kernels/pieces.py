@@ -9,7 +9,7 @@ is stored, straight from shared memory, by both pieces, and no thread converts i
   largest, which lose at most 2^-21 of it; and tensor cores cut the sum of a step's columns
   (`ladder.kernels.eight_bits`). Both are less than what rounding to bfloat16 loses.
 - int8: at most 2^-15.9 of the row's largest. Rounding to bfloat16 loses more of an element above a
-  128th of the largest. Sums are exact, up to MOST_COLUMNS.
+  128th of the largest. A program's sums are exact, up to MOST_COLUMNS.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import no_type_check
 
+from ladder.comm.primitives import arrive
 from ladder.jit import gdc_wait, jit, tl
 from ladder.kernels.eight_bits import power, widened
 from ladder.kernels.landing import _finish, _targets
@@ -41,10 +42,11 @@ def _step_scales(
 
 @jit
 @no_type_check
-def _bring(matrix, rows, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Bring the first COLUMNS of some rows into the L2 cache. rows: [BN, 1], where they begin."""
+def _bring(matrix, rows, first, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Bring COLUMNS of some rows, from `first` on, into the L2 cache. rows: [BN, 1], where they
+    begin."""
     LINE: tl.constexpr = 128 // (matrix.dtype.element_ty.primitive_bitwidth // 8)
-    columns = tl.minimum(tl.arange(0, COLUMNS // LINE) * LINE, K - 1)
+    columns = tl.minimum(first + tl.arange(0, COLUMNS // LINE) * LINE, K - 1)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [matrix + rows + columns[None, :]],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -54,7 +56,7 @@ def _bring(matrix, rows, K: tl.constexpr, COLUMNS: tl.constexpr):
 @jit
 @no_type_check
 def _bring_first(
-    program, weight, up, N, K: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
+    program, first, weight, up, N, K: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """`_bring` for a tile's rows, of both weights if GATED; see `_tile`."""
@@ -62,9 +64,9 @@ def _bring_first(
         end = tl.minimum(N, (program + 1) * ROWS)
         n = program * ROWS + tl.arange(0, BN)[:, None]
         own = tl.minimum(n, end - 1).to(tl.int64) * K
-        _bring(weight, own, K, COLUMNS)
+        _bring(weight, own, first, K, COLUMNS)
         if GATED:
-            _bring(up, own, K, COLUMNS)
+            _bring(up, own, first, K, COLUMNS)
 
 
 @jit
@@ -105,15 +107,49 @@ def _scaled(
 
 @jit
 @no_type_check
+def _steps(share, K: tl.constexpr, BK: tl.constexpr, SHARES: tl.constexpr):
+    """The first step of a share of the columns, and the one after its last."""
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    EACH: tl.constexpr = (STEPS + SHARES - 1) // SHARES
+    first, end = share * EACH, (share + 1) * EACH
+    if SHARES > 1:
+        end = tl.minimum(end, STEPS)
+    return first, end
+
+
+@jit
+@no_type_check
+def _whole(
+    total, sums, arrived, program, share, MP: tl.constexpr, TILE: tl.constexpr,
+    SHARES: tl.constexpr,
+):  # fmt: skip
+    """The sum of all shares of a tile, [MP, TILE], and whether this program has it: the last one to
+    arrive, which adds them in their order. total: this program's share. sums, arrived: see
+    `ladder.kernels.decode.project`."""
+    own = sums + (program * SHARES).to(tl.int64) * (MP * TILE)
+    at = tl.arange(0, MP)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    tl.store(own + share * (MP * TILE) + at, total)
+    last = arrive(arrived + program, SHARES, "gpu")
+    whole = tl.zeros([MP, TILE], tl.float32)
+    if last:
+        tl.store(arrived + program, 0)
+        for i in tl.static_range(SHARES):
+            whole += tl.load(own + i * (MP * TILE) + at, cache_modifier=".cg")
+    return whole, last
+
+
+@jit
+@no_type_check
 def _tile(
-    program, x, weight, up, scales, up_scales, out, squares, add, factor, eps, buffers, start, N,
+    program, share, x, weight, up, scales, up_scales, sums, arrived, out, squares, add, factor, eps,
+    buffers, start, N,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CP: tl.constexpr, ADD: tl.constexpr,
     STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     CHUNKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, GIVES: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    SWAP: tl.constexpr, ALIGN: tl.constexpr,
+    SWAP: tl.constexpr, ALIGN: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """Multiply ROWS rows of the weight, up to BN, in steps of BK columns; STAGES in shared memory.
 
@@ -121,11 +157,13 @@ def _tile(
     parts, each for one warp, which multiplies all rows by them; 1: a warp has some rows, and all
     columns. SWAP: W x^T and not x W^T, in one part. Hopper's wgmma multiplies 64 rows of a matrix
     in registers or in shared memory by one in shared memory: so W is converted in registers, and
-    few rows of x are not padded to 64.
+    few rows of x are not padded to 64. SHARES: programs that share a tile's columns; this one has
+    part `share` of them.
     """
     TILE: tl.constexpr = 2 * BN if GATED else BN
     m, n = tl.arange(0, MP)[:, None], program * ROWS + tl.arange(0, BN)[None, :]
     end = tl.minimum(N, (program + 1) * ROWS)
+    first_step, last_step = _steps(share, K, BK, SHARES)
     part = 0
     if PARTS == 1:
         m_x, j, columns = m, tl.arange(0, TILE)[:, None], tl.arange(0, BK)[None, :]
@@ -154,13 +192,13 @@ def _tile(
         scale_rows = scaled.to(tl.int64) * blocks
         if GATED:
             scale_rows += tl.where(across < BN, 0, up_scales.to(tl.int64) - scales.to(tl.int64))
-        scale = _block_scales(scales, scale_rows, part, scaled < end, blocks)
+        scale = _block_scales(scales, scale_rows, first_step * PARTS + part, scaled < end, blocks)
     SCALED: tl.constexpr = (scales is not None) & (BLOCK == 0)
     if AHEAD:
         own, of_up = _row_scales(scales, up_scales, n, end, GATED, SCALED)
         targets = _targets(buffers, PUSH, WORLD, 0, BITS)
     if PDL:
-        _bring_first(program, weight, up, N, K, BN, ROWS, EARLY * BK, GATED)
+        _bring_first(program, first_step * BK, weight, up, N, K, BN, ROWS, EARLY * BK, GATED)
         gdc_wait()
     if NORM:  # read here, so that nothing waits for it at the end
         c = tl.arange(0, CP)[None, :]
@@ -175,7 +213,7 @@ def _tile(
         exponent = tl.sum(parts, 1).to(tl.int32, bitcast=True) >> 23
         shrink = power(127 + 14 - ((exponent - 126) >> 1))
     # Counted by steps: by columns, loops of weights in 8 bits took a fifth longer.
-    for step in tl.range(0, (K + BK - 1) // BK, num_stages=STAGES):
+    for step in tl.range(first_step, last_step, num_stages=STAGES):
         at = step * BK + columns
         fits = (at < K) | (K % BK == 0)
         a = tl.load(x + m_x * K + at, mask=fits & ((m_x < M) | (M == MP)), other=0)
@@ -202,6 +240,10 @@ def _tile(
         total = tl.sum(total, 0)
     elif SWAP:
         total = tl.trans(total)
+    kept = (m < M) & (n < end)
+    if SHARES > 1:
+        total, last = _whole(total, sums, arrived, program, share, MP, TILE, SHARES)
+        kept &= last
     total_up = total
     if GATED:
         total, total_up = _halves(total, MP, BN)
@@ -214,22 +256,22 @@ def _tile(
         own, of_up = _row_scales(scales, up_scales, n, end, GATED, SCALED)
         targets = _targets(buffers, PUSH, WORLD, 0, BITS)
     y = _scaled(total, total_up, own, of_up, norm, GATED, NORM, SCALED)
-    _finish(y, m, n, (m < M) & (n < end), out, add, factor, targets, start, N, M,
+    _finish(y, m, n, kept, out, add, factor, targets, start, N, M,
             GIVES, ADD, STORE, PUSH, RANK, WORLD, 0, BITS, EMPTY)  # fmt: skip
 
 
 @jit
 @no_type_check
 def _tile_of_pieces(
-    program, weight, up, scales, up_scales, pieces, factors, out, squares, add, factor, eps,
-    buffers, start, N,
+    program, share, weight, up, scales, up_scales, sums, arrived, pieces, factors, out, squares,
+    add, factor, eps, buffers, start, N,
     M: tl.constexpr, MP: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
     ADD: tl.constexpr, STORE: tl.constexpr, PUSH: tl.constexpr, RANK: tl.constexpr,
     WORLD: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, GIVES: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    ALIGN: tl.constexpr,
+    ALIGN: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """As `_tile`, for x that is given in pieces (ladder.kernels.pieces) of the weight's type.
 
@@ -242,6 +284,7 @@ def _tile_of_pieces(
     TURN: tl.constexpr = BLOCK if BLOCK > 0 else WIDTH  # columns that are multiplied at once
     m, n = tl.arange(0, MP)[:, None], program * ROWS + tl.arange(0, BN)[None, :]
     end = tl.minimum(N, (program + 1) * ROWS)
+    first_step, last_step = _steps(share, K, BK, SHARES)
     columns = tl.arange(0, TURN)[None, :]
     j = tl.arange(0, PARTS * TILE)[:, None]
     n_w, columns_w = program * ROWS + j % BN, j // TILE * WIDTH + columns
@@ -257,14 +300,15 @@ def _tile_of_pieces(
         scale_rows = n_w.to(tl.int64) * blocks
         if GATED:
             scale_rows += tl.where(j % TILE < BN, 0, up_scales.to(tl.int64) - scales.to(tl.int64))
-        first = j // TILE * (WIDTH // TURN)  # each row's first block of a step
+        # each row's first block of a step
+        first = (first_step * PARTS + j // TILE) * (WIDTH // TURN)
         exponents = _step_scales(scales, scale_rows, first, n_w < end, blocks, WIDTH // TURN)
     SCALED: tl.constexpr = BLOCK == 0
     if AHEAD:
         own, of_up = _row_scales(scales, up_scales, n, end, GATED, SCALED)
         targets = _targets(buffers, PUSH, WORLD, 0, BITS)
     if PDL:
-        _bring_first(program, weight, up, N, K, BN, ROWS, EARLY * BK, GATED)
+        _bring_first(program, first_step * BK, weight, up, N, K, BN, ROWS, EARLY * BK, GATED)
         gdc_wait()
     norm = tl.load(factors + m, mask=m < M, other=0)
     if NORM:
@@ -272,7 +316,7 @@ def _tile_of_pieces(
         parts = tl.load(squares + m * CHUNKS + c, mask=(m < M) & (c < CHUNKS), other=0)
     SUM: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
     total = tl.zeros([PARTS * TILE, 2 * PARTS * MP], SUM)
-    for step in tl.range(0, (K + BK - 1) // BK, num_stages=STAGES):
+    for step in tl.range(first_step, last_step, num_stages=STAGES):
         for turn in tl.static_range(WIDTH // TURN):
             at = step * BK + turn * TURN + columns_x
             there = ((at < K) | (K % BK == 0)) & ((m_x < M) | (M == MP))
@@ -297,6 +341,10 @@ def _tile_of_pieces(
     total = tl.sum(tl.sum(tl.where(same, total, 0.0), 3), 0)
     high, low = tl.split(tl.permute(total, (0, 2, 1)))
     total = tl.trans(high + low * (1.0 / low_factor(weight.dtype.element_ty)))
+    kept = (m < M) & (n < end)
+    if SHARES > 1:
+        total, last = _whole(total, sums, arrived, program, share, MP, TILE, SHARES)
+        kept &= last
     total_up = total
     if GATED:
         total, total_up = _halves(total, MP, BN)
@@ -306,5 +354,5 @@ def _tile_of_pieces(
         own, of_up = _row_scales(scales, up_scales, n, end, GATED, SCALED)
         targets = _targets(buffers, PUSH, WORLD, 0, BITS)
     y = _scaled(total, total_up, own, of_up, norm, GATED, True, SCALED)
-    _finish(y, m, n, (m < M) & (n < end), out, add, factor, targets, start, N, M,
+    _finish(y, m, n, kept, out, add, factor, targets, start, N, M,
             GIVES, ADD, STORE, PUSH, RANK, WORLD, 0, BITS, EMPTY)  # fmt: skip

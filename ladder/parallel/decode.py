@@ -69,12 +69,13 @@ class Read:
     pieces: Pieces | None
     norm: RMSNorm
 
-    def project(self, weight: Matrix, beside: bool) -> Tensor:
-        """The normed residual times `weight`: [M, 1, N], or N / 2 if it is gated. beside: see
-        `ladder.kernels.decode.project`."""
+    def project(self, weight: Matrix, beside: bool, arrived: Tensor | None = None) -> Tensor:
+        """The normed residual times `weight`: [M, 1, N], or N / 2 if it is gated. beside, arrived:
+        see `ladder.kernels.decode.project`; gated products, which may run beside others, take no
+        `arrived`."""
         y = weight.project(
             self.residual, squares=self.squares, pieces=self.pieces, eps=self.norm.eps,
-            beside=beside,
+            beside=beside, arrived=None if weight.gated else arrived,
         )  # fmt: skip
         assert y is not None
         return y.unsqueeze(1)
@@ -107,11 +108,20 @@ class DecodeReducer:
         self.pushes = isinstance(base, PushReducer) and base.ranks.processes > 1
         self.sets = 2 * plan.longest_flight + 2
         self.memory: dict[tuple[int, int, torch.dtype], SymmetricTensor] = {}
+        self.arrived: Tensor | None = None
 
     def begin(
         self, runtime: Runtime, plan: Plan, norms: Sequence[Norm], shape: torch.Size
     ) -> DecodePass:
         return DecodePass(runtime, self, plan, norms)
+
+    def counters(self, like: Tensor) -> Tensor:
+        """The counters of programs that share tiles of QKV (`ladder.kernels.decode.project`), on
+        the device of `like`. No two layers' attention runs at once (`Plan.beside`), so all layers
+        use the same. They are made on first use, outside a graph capture."""
+        if self.arrived is None:
+            self.arrived = torch.zeros(decode_shapes.FEW, dtype=torch.int32, device=like.device)
+        return self.arrived
 
     def slots(self, like: Tensor) -> SymmetricTensor:
         """The slots for residuals of the shape and dtype of `like`: [sets, world, M, D].
@@ -187,7 +197,8 @@ class DecodePass(Pass):
         self.columns += 1
         if self.columns > 1 and self.beside:  # an MLP beside attention
             self.chains.branch()
-        return tuple(x.project(weight, self.beside) for weight in weights)
+        arrived = self.decode.counters(x.residual)
+        return tuple(x.project(weight, self.beside, arrived) for weight in weights)
 
     def row(self, x: Tensor, weight: nn.Module) -> Product:
         assert isinstance(weight, Matrix)

@@ -32,6 +32,7 @@ KEYS = cuts.products(model_config("quarter-8b"))
         ("2x2048x8", 2, Cut(2, 2, 2048, 8, 0)),
         ("16x256x4x7x4", 9, Cut(16, 16, 256, 4, 7, 4)),
         ("32x128x4x6s", 33, Cut(64, 32, 128, 4, 6, swapped=True)),
+        ("64x256x4x4/2", 33, Cut(64, 64, 256, 4, 4, shares=2)),
     ],
 )
 def test_a_cut(text: str, rows: int, expected: Cut) -> None:

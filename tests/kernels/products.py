@@ -35,7 +35,7 @@ def empty_slots(slots: Tensor) -> bool:
 
 def check_product(
     device: str, m: int, n: int, k: int, dtype: torch.dtype, gated: bool, normed: bool, adds: bool,
-    beside: bool = False,
+    beside: bool = False, arrived: Tensor | None = None,
 ) -> None:  # fmt: skip
     x = torch.randn(m, k, device=device)
     if normed:  # a residual, whose rows differ in size
@@ -51,9 +51,11 @@ def check_product(
         results.append(y - add.to(kind) / 4 if adds else y)
     options: dict[str, Any] = {"squares": squares_of(x), "eps": EPS} if normed else {}
     options |= {"add": add, "factor": -0.25} if adds else {}
-    found = project(x, gate, up if gated else None, beside=beside, **options)
+    options |= {"beside": beside, "arrived": arrived}
+    found = project(x, gate, up if gated else None, **options)
     assert found is not None
     assert_close(found, *results)
+    assert arrived is None or not arrived.any()
 
 
 def check_pushes(

@@ -66,6 +66,7 @@ OTHERS = (
     Step("ladder", 8, 1, prompt=64),
     Step("standard", 4, 1),
     Step("standard", 1, 64),
+    Step("standard", 4, 64),  # programs share tiles of QKV
     Step("parallel", 1, 1),
     Step("parallel", 4, 1),
     Step("desync-4x", 4, 2, qwen=True),

@@ -91,6 +91,26 @@ def test_a_product_beside_other_kernels(device: str, m: int) -> None:
     assert [call.args[-1] for call in cut.call_args_list] == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("device", "m", "n", "k"),
+    [
+        *(on("interpreter", *shape) for shape in ((33, 70, 1100), (64, 40, 1300))),
+        *(on("cuda", *shape) for shape in ((33, 1536, 4096), (64, 768, 4096), (64, 1000, 2304))),
+    ],
+)
+def test_programs_share_the_columns_of_a_tile(device: str, m: int, n: int, k: int) -> None:
+    """With an odd number of steps, too. What no program has written is NaN, and would show."""
+    assert decode_shapes.blocks(m, n, k, False, 2, shared=True).shares == 2
+    arrived = torch.zeros(n, dtype=torch.int32, device=device)
+    torch.use_deterministic_algorithms(True)  # then new memory holds NaN
+    try:
+        for dtype in (torch.bfloat16, torch.float16):
+            for normed, adds in ((False, False), (True, True)):
+                check_product(device, m, n, k, dtype, False, normed, adds, arrived=arrived)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize(("device", "m", "n", "k"), LARGE)
 def test_products_of_llamas(device: str, m: int, n: int, k: int) -> None:
     check_product(device, m, n, k, torch.bfloat16, False, False, True, beside=True)
@@ -260,9 +280,39 @@ def test_cuts_of_products_beside_other_kernels() -> None:
     for kind in ({"itemsize": 4}, {"gated": True}, {"eight_bits": True}, {"pieces": True}):
         apart, beside = cuts(64, 4096, 1024, **kind)
         assert apart == beside, kind
+    for outputs, stages in ((3584, 8), (7168, 4)):
+        apart, beside = cuts(64, outputs, 4096, gated=True, pieces=True)
+        assert (apart.stages, beside) == (stages, apart._replace(stages=4))
     apart, beside = cuts(16, 3584, 4096, gated=True, itemsize=4)
     assert apart == beside
     assert cuts(64, 1536, 4096, itemsize=4)[0] == cuts(64, 1536, 4096, itemsize=4)[1]
+
+
+def test_programs_that_share_a_tile() -> None:
+    """QKV of many rows: of pieces as many as there are SMs for, in 16 bits two if it runs alone."""
+
+    def shares(rows: int, outputs: int, size: int, **kind: Any) -> list[int]:
+        kind = {"gated": False, "itemsize": 2, "shared": True} | kind
+        return [
+            decode_shapes.blocks(rows, outputs, size, **kind, beside=each).shares for each in (0, 1)
+        ]
+
+    pieces: dict[str, Any] = {"eight_bits": True, "pieces": True}
+    for rows, outputs, size, kind, expected in (
+        (64, 1536, 4096, {}, [2, 1]), (32, 1536, 4096, {}, [1, 1]), (64, 2560, 8192, {}, [1, 1]),
+        (64, 1536, 4096, {"itemsize": 4}, [1, 1]), (64, 1536, 4096, {"eight_bits": True}, [1, 1]),
+        (64, 1536, 4096, {"gated": True}, [1, 1]), (64, 1536, 4096, {"shared": False}, [1, 1]),
+        (33, 1536, 4096, pieces, [4, 2]), (64, 768, 4096, pieces, [4, 4]),
+        (64, 1024, 2304, pieces, [4, 2]), (64, 2560, 8192, pieces, [2, 2]),
+        (64, 3072, 4096, pieces, [2, 2]), (64, 6144, 4096, pieces, [1, 1]),
+        (64, 1536, 512, pieces, [2, 2]), (17, 1536, 4096, pieces, [4, 2]),
+        (16, 1536, 4096, pieces, [1, 1]), (32, 2560, 8192, pieces, [1, 1]),
+        (64, 1536, 4096, pieces | {"scaled": 128}, [4, 1]),
+        (32, 1536, 4096, pieces | {"scaled": 128}, [1, 1]),
+        (64, 1536, 4096, pieces | {"gated": True}, [1, 1]),
+        (64, 1536, 4096, pieces | {"shared": False}, [1, 1]),
+    ):  # fmt: skip
+        assert shares(rows, outputs, size, **kind) == expected, (rows, outputs, size, kind)
 
 
 def test_cuts_of_one_and_two_rows() -> None:

@@ -149,6 +149,7 @@ def test_a_program_lands_no_more_at_once_than_its_threads_hold(
         ),
         on("interpreter", 17, 264, 96, 0.0),
         on("interpreter", 33, 130, 520, 0.5),
+        on("interpreter", 20, 70, 800, 0.5),
         on("interpreter", 17, 8456, 96, 0.0, slow=True),
         on("interpreter", 33, 2050, 520, 0.5, slow=True),
         *(
@@ -181,6 +182,7 @@ def test_products(device: str, m: int, n: int, k: int, mean: float, weights: str
     x[1, 3] = 2.0**9  # an outlier
     job = landed(x, QUANTISED[weights])
     add = torch.randn(m, n, device=device).bfloat16()
+    arrived = torch.zeros(n, dtype=torch.int32, device=device)
     for gated, normed, adds in ((0, 1, 0), (1, 1, 0), (0, 0, 1)):
         results = []
         for kind in (torch.float64, torch.bfloat16):
@@ -190,13 +192,14 @@ def test_products(device: str, m: int, n: int, k: int, mean: float, weights: str
             results.append(y - add.to(kind) / 4 if adds else y)
         options: dict[str, Any] = {"squares": job.squares, "eps": EPS} if normed else {}
         options |= {"add": add, "factor": -0.25} if adds else {}
-        found = project(x, gate, up if gated else None, pieces=job.pieces,
-                        scales=(one, other if gated else None), **options)  # fmt: skip
-        assert found is not None
-        assert_close(found, *results)
-        again = project(x, gate, up if gated else None, pieces=job.pieces,
-                        scales=(one, other if gated else None), **options)  # fmt: skip
-        assert torch.equal(found, again)
+        options |= {"pieces": job.pieces, "scales": (one, other if gated else None)}
+        for counters in (None, arrived):  # whether programs share the columns of a tile
+            found = project(x, gate, up if gated else None, arrived=counters, **options)
+            assert found is not None
+            assert_close(found, *results)
+            again = project(x, gate, up if gated else None, arrived=counters, **options)
+            assert torch.equal(found, again)
+        assert not arrived.any()
 
 
 @KINDS

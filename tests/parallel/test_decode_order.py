@@ -76,8 +76,8 @@ class Recorder:
     """The kernels of one pass on streams.
 
     before: of each kernel those that have ended when it begins, a bit for each. writes, clears: the
-    sets of slots. A kernel that reads what is not there, or writes memory that others may still
-    use, is `wrong`.
+    sets of slots. counted: the kernels that have used the counters of QKV. A kernel that reads what
+    is not there, writes memory that others may still use, or counts beside another, is `wrong`.
     """
 
     def __init__(self, streams: int) -> None:
@@ -86,6 +86,7 @@ class Recorder:
         self.before: list[int] = []
         self.writes: list[list[int]] = []
         self.clears: list[list[int]] = []
+        self.counted = 0
         self.buffers: dict[int, Buffer] = {}  # by address, while they are there
         self.free: list[Buffer] = []
         self.wrong: list[str] = []
@@ -119,13 +120,18 @@ class Recorder:
 
     def project(
         self, x: Tensor, weight: Tensor, up: None, push: PushTarget | None = None,
-        squares: Tensor | None = None, add: Tensor | None = None, **options: Any,
+        squares: Tensor | None = None, add: Tensor | None = None, arrived: Tensor | None = None,
+        **options: Any,
     ) -> Tensor:  # fmt: skip
         out = torch.empty(ROWS, len(weight))
         self.allocate(out)
         self.kernel((x, squares, add), (out,))
         if push is not None:
             self.writes[-1].append(push.start // OF_A_SET)
+        if arrived is not None:
+            if self.counted & ~self.before[-1]:
+                self.wrong.append(f"kernel {len(self.before) - 1} counts beside another")
+            self.counted |= 1 << len(self.before) - 1
         return out
 
     def new_landing(self, residual: Tensor, **fields: Any) -> LandingJob:
@@ -160,11 +166,13 @@ def recorded(streams: int) -> Iterator[Recorder]:
         yield recorder
 
 
-def record(plan: Plan, streams: int = 2, sets: int | None = None) -> Recorder:
-    """A pass of `plan`; attention, and an MLP, is the products of its input and of its output."""
+def record(plan: Plan, streams: int = 2, sets: int | None = None, gated: bool = True) -> Recorder:
+    """A pass of `plan`; attention, and an MLP, is the products of its input and of its output.
+    gated: whether those of MLPs' inputs are."""
     reducer = DecodeReducer(Silent(), plan)
     reducer.sets = sets or reducer.sets
     weight, norm = Matrix(torch.empty(SIZE, SIZE)), RMSNorm(SIZE, 1e-5)
+    gate_up = Matrix(torch.empty(2 * SIZE, SIZE), gated=True) if gated else weight
     sublayers = len(plan.sublayers)
     with recorded(streams) as recorder, torch.no_grad():
         run: Any = reducer.begin(Runtime(), plan, [norm] * (sublayers + 1), torch.Size((ROWS, 1)))
@@ -174,8 +182,8 @@ def record(plan: Plan, streams: int = 2, sets: int | None = None) -> Recorder:
         for n, each in enumerate(plan.sublayers):
             x = run.read(n)
             products = []
-            for _ in each.kind.split("+"):
-                (inner,) = run.column(x, (weight,))
+            for kind in each.kind.split("+"):
+                (inner,) = run.column(x, (gate_up if kind == "mlp" else weight,))
                 products.append(run.row(inner, weight))
             del inner
             run.write(n, sum(products[1:], products[0]))
@@ -246,6 +254,14 @@ def test_kernels_of_random_plans_are_in_order() -> None:
 @pytest.mark.parametrize(("name", "sets"), [("ladder", 3), ("standard", 1)])
 def test_too_few_sets_are_found(name: str, sets: int) -> None:
     assert written_too_early(record(resolve_plan(name, 4, RANKS), sets=sets))
+
+
+@pytest.mark.parametrize("name", ["ladder", "parallel"])
+def test_products_that_count_beside_another_are_found(name: str) -> None:
+    """As gate and up would, if they used QKV's counters."""
+    plan = resolve_plan(name, 4, RANKS)
+    assert record(plan).counted
+    assert any("counts beside another" in each for each in record(plan, gated=False).wrong)
 
 
 def overlapping(plan: str) -> list[tuple[int, int]]:
