@@ -76,9 +76,12 @@ def parse_cut(text: str, rows: int) -> Cut:
             f"--cuts: {text!r} is no cut; give BLOCKxSTEPxWARPS, or of tiles "
             f"BLOCKxSTEPxWARPSxSTAGES and xPARTS, as 4x1024x2 or 32x128x4x6s"
         )
+    shares = int(found[7] or 1)
+    if shares < 1 or (shares > 1 and not found[4]):
+        raise UserError(f"--cuts: {text!r}: /{shares} needs 1 or more, and the stages of a tile")
     block, step, warps, stages, parts = (int(each or 0) for each in found.groups()[:5])
     padded = max(16, power_of_2(rows)) if stages else power_of_2(rows)
-    return Cut(padded, block, step, warps, stages, parts or 1, bool(found[6]), int(found[7] or 1))
+    return Cut(padded, block, step, warps, stages, parts or 1, bool(found[6]), shares)
 
 
 def parse_cuts(words: list[str], rows: int, known: Mapping[str, Key]) -> dict[str, dict[str, Cut]]:
@@ -89,6 +92,10 @@ def parse_cuts(words: list[str], rows: int, known: Mapping[str, Key]) -> dict[st
         if name not in known or not cuts:
             raise UserError(f"--cuts: {word!r} is not PRODUCT=CUT,..; products: {', '.join(known)}")
         found[name] = {each: parse_cut(each, rows) for each in cuts.split(",")}
+        if name != "qkv" and any(cut.shares > 1 for cut in found[name].values()):
+            raise UserError(
+                f"--cuts: {word!r}: programs share the tiles of qkv alone; leave out /N"
+            )
     return found
 
 

@@ -20,6 +20,7 @@ for each point.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
@@ -29,7 +30,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -78,8 +78,14 @@ class Matrix(NamedTuple):
 @contextlib.contextmanager
 def chosen(way: Way, rows: int, product: Product) -> Iterator[None]:
     blocks = way.blocks(rows, product)
-    with mock.patch.multiple(decode_shapes, blocks=lambda *_: blocks, EARLY=way.early):
+    with mock.patch.multiple(decode_shapes, blocks=lambda *_, **__: blocks, EARLY=way.early):
         yield
+
+
+@functools.cache
+def counters(device: torch.device) -> Tensor:
+    """Of programs that share a tile: all products of a chain follow one another."""
+    return torch.zeros(decode_shapes.FEW, dtype=torch.int32, device=device)
 
 
 def multiply(way: Way, product: Product, read: Input, weight: Matrix) -> Tensor:
@@ -87,8 +93,9 @@ def multiply(way: Way, product: Product, read: Input, weight: Matrix) -> Tensor:
     scales = None if gate.scales is None else (gate.scales, up.scales)
     with chosen(way, len(read.x), product):
         y = kernels.project(
-            read.x, gate.stored, up.stored, scales=scales, gives=torch.bfloat16, **read.norm
-        )
+            read.x, gate.stored, up.stored, scales=scales, gives=torch.bfloat16,
+            arrived=counters(read.x.device) if product.shared else None, **read.norm,
+        )  # fmt: skip
     assert y is not None
     return y
 
@@ -185,7 +192,9 @@ def measure(
 
     def graph(of: dict[str, Way], some: Sequence[Product], count: int, at_least: int) -> Any:
         calls: list[Call] = [
-            partial(multiply, of[each.name], each, inputs[each.name], weights[each.name][i])
+            functools.partial(
+                multiply, of[each.name], each, inputs[each.name], weights[each.name][i]
+            )
             for i in range(count)
             for each in some
         ]

@@ -113,8 +113,8 @@ def blocks(
 
 def _in_shares(found: Cut, outputs: int, size: int, beside: bool, scaled: int) -> Cut:
     """`found` for QKV of pieces of 17 and more rows. Each of its few tiles reads all of the input,
-    at the rate of one SM. So several programs share the columns of a tile, as many as there are SMs
-    for: beside other kernels, about a third of them."""
+    at the rate of one SM. So up to four programs share the columns of a tile, if there is an SM for
+    each; beside other kernels two, but of very few tiles."""
     tiles, steps = -(-outputs // 64), -(-size // 256)
     if found.padded < 32 or (found.padded == 32 and (outputs >= FEW or scaled)):
         return found  # not measured, or not faster
@@ -123,6 +123,7 @@ def _in_shares(found: Cut, outputs: int, size: int, beside: bool, scaled: int) -
     few = tiles <= 12 if beside else 4 * tiles <= MULTIPROCESSORS
     shares = 4 if few else 2 if 2 * tiles <= MULTIPROCESSORS else 1
     shares = min(shares, steps)
+    shares = -(-steps // -(-steps // shares))  # none is empty
     step = scaled or 256
     return found if shares == 1 else Cut(found.padded, 64, step, 4, 4, shares=shares)
 

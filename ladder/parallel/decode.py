@@ -120,6 +120,7 @@ class DecodeReducer:
         the device of `like`. No two layers' attention runs at once (`Plan.beside`), so all layers
         use the same. They are made on first use, outside a graph capture."""
         if self.arrived is None:
+            assert not capture.capturing(), "run it once before a capture"
             self.arrived = torch.zeros(decode_shapes.FEW, dtype=torch.int32, device=like.device)
         return self.arrived
 
@@ -158,6 +159,7 @@ class DecodePass(Pass):
         self.overlaps: tuple[bool, ...] = ()
         self.columns = 0  # calls of `column` for the newest read
         self.beside = False  # whether other kernels may run beside the sublayer's
+        self.arrived: Tensor | None = None  # see `DecodeReducer.counters`; None for the head
         # What both streams may read of the last two sublayers: see `Chains`.
         self.held: deque[Any] = deque(maxlen=2)
 
@@ -181,6 +183,7 @@ class DecodePass(Pass):
         found = super().read(n)
         self.chains.read()
         self.columns = 0
+        self.arrived = None if last else self.decode.counters(found.residual)
         return found
 
     def write(self, n: int, partial: Any) -> None:
@@ -197,8 +200,7 @@ class DecodePass(Pass):
         self.columns += 1
         if self.columns > 1 and self.beside:  # an MLP beside attention
             self.chains.branch()
-        arrived = self.decode.counters(x.residual)
-        return tuple(x.project(weight, self.beside, arrived) for weight in weights)
+        return tuple(x.project(weight, self.beside, self.arrived) for weight in weights)
 
     def row(self, x: Tensor, weight: nn.Module) -> Product:
         assert isinstance(weight, Matrix)

@@ -45,6 +45,9 @@ def test_a_cut(text: str, rows: int, expected: Cut) -> None:
         ("down=4x1024", r"--cuts: '4x1024' is no cut; give BLOCKxSTEPxWARPS"),
         ("up=4x1024x2", r"--cuts: 'up=4x1024x2' is not PRODUCT=CUT,..; products: qkv, o, gate-up"),
         ("down", r"--cuts: 'down' is not PRODUCT=CUT"),
+        ("qkv=64x256x4x4/0", r"'64x256x4x4/0': /0 needs 1 or more"),
+        ("qkv=2x2048x8/4", r"'2x2048x8/4': /4 needs 1 or more, and the stages of a tile"),
+        ("down=64x256x4x4/2", r"programs share the tiles of qkv alone"),
     ],
 )
 def test_what_is_no_cut_is_refused(word: str, said: str) -> None:

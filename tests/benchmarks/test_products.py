@@ -36,6 +36,17 @@ def test_ways_fit_a_gpu(way: products.Way) -> None:
     assert seen
 
 
+@pytest.mark.parametrize("weights", ["bf16", "fp8-block"])
+def test_a_products_cut_is_its_ways(weights: str) -> None:
+    """However `ladder.kernels.decode.project` asks for it."""
+    product = products.Product("QKV", 1536, 4096, True, False, weights)
+    for way in products.WAYS:
+        with products.chosen(way, 64, product):
+            asked = products.decode_shapes.blocks(64, 1536, 4096, False, 2, scaled=0, shared=True)
+        assert asked == way.blocks(64, product)
+    assert asked != products.decode_shapes.blocks(4, 1536, 4096, False, 2)
+
+
 @pytest.mark.parametrize("eight_bits", [False, True])
 @pytest.mark.parametrize(
     ("change", "found"),

@@ -149,7 +149,7 @@ def test_a_program_lands_no_more_at_once_than_its_threads_hold(
         ),
         on("interpreter", 17, 264, 96, 0.0),
         on("interpreter", 33, 130, 520, 0.5),
-        on("interpreter", 20, 70, 800, 0.5),
+        on("interpreter", 20, 70, 1280, 0.5),  # five steps, in three shares
         on("interpreter", 17, 8456, 96, 0.0, slow=True),
         on("interpreter", 33, 2050, 520, 0.5, slow=True),
         *(
@@ -158,7 +158,7 @@ def test_a_program_lands_no_more_at_once_than_its_threads_hold(
             for ms, shapes in (
                 ((2, 8, 16, 33, 64), ((71, 200), (1536, 4096), (3584, 4096), (6144, 4096))),
                 ((5, 64), ((8456, 1024),)),
-                ((4, 16, 64), ((1280, 8192), (400, 16384))),
+                ((4, 16, 64), ((1280, 8192), (400, 16384), (1024, 2304))),
             )
             for m in ms
             for n, k in shapes
