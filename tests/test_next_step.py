@@ -143,6 +143,9 @@ def test_a_path_that_is_taken_is_not_proposed(tmp_path: Path) -> None:
     assert free(tmp_path / "data") == tmp_path / "data-2"
     (tmp_path / "data-2").touch()
     assert free(tmp_path / "data") == tmp_path / "data-3"
+    for name, other in (("t3.html", "t3-2.html"), ("llama-3.1", "llama-3.1-2")):
+        (tmp_path / name).touch()
+        assert free(tmp_path / name) == tmp_path / other
 
 
 def test_plans_lead_to_a_measurement(

@@ -29,7 +29,7 @@ def rows_refusal(sequences: int, length: int, tp: int) -> str | None:
     rows = sequences * length
     if rows % tp == 0:
         return None
-    return f"cannot divide {rows} tokens ({sequences} sequences of {length}) among tp={tp} ranks"
+    return f"cannot divide {rows} tokens ({sequences} x {length}) among tp={tp} ranks"
 
 
 def sums_in_products(plan: Plan, n: int) -> bool:

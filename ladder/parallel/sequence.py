@@ -107,10 +107,14 @@ def begin_transfer(value: Tensor, forward: Collective, backward: Collective) -> 
     return InFlight(started, lambda started: _End.apply(started, transfer))
 
 
-def check_rows(sequences: int, length: int, tp: int) -> None:
-    """Raise UserError unless tp divides the tokens of a pass."""
+def check_rows(sequences: int, length: int, tp: int, of: str = "") -> None:
+    """Raise UserError unless tp divides the tokens of a pass; of: as `TrainConfig.check_rows`."""
     if refusal := rows_refusal(sequences, length, tp):
-        raise UserError(f"sequence_parallel=true {refusal}; choose a seq_len that tp divides")
+        which = f" in the last batch of {of}" if of else ""
+        other = f", or another {of}" if of else ""
+        raise UserError(
+            f"sequence_parallel=true {refusal}{which}; choose a seq_len that tp divides{other}"
+        )
 
 
 class SequenceReducer(AsyncReducer):

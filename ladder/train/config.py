@@ -249,12 +249,13 @@ class TrainConfig:
                 f"{config.max_seq_len}; {remedy}"
             )
 
-    def check_rows(self, sequences: int) -> None:
-        """Raise UserError if sequence parallelism cannot split a pass of so many sequences."""
+    def check_rows(self, sequences: int, of: str = "") -> None:
+        """Raise UserError if sequence parallelism cannot split a pass of so many sequences; of: the
+        option whose last batch has so many."""
         if self.sequence_parallel:
             from ladder.parallel.sequence import check_rows  # late: it imports torch
 
-            check_rows(sequences, self.seq_len, self.tp)
+            check_rows(sequences, self.seq_len, self.tp, of)
 
 
 def due(done: int, interval: int) -> bool:

@@ -143,7 +143,9 @@ def _brief(value: Any) -> str:
 def differs(name: str, now: Any, before: Any, run: Path) -> UserError:
     """The error for an option that must stay as it was when the run in `run` was started."""
     now, before = map(_brief, (now, before))
-    return UserError(
-        f"{name}={now} differs from the run in {run}, which was started with "
-        f"{name}={before}; resume with that, or start a new run with another out"
-    )
+    changed = f"{name}={now} differs from the run in {run}, which was started with {name}={before}"
+    remedy = "resume with that"
+    if now == before:
+        changed = f"{name}={now} is not what it was when the run in {run} was started"
+        remedy = f"resume with what the run keeps: ladder train {run}/recipe.json --resume"
+    return UserError(f"{changed}; {remedy}, or start a new run with another out")

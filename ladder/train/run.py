@@ -199,8 +199,9 @@ def check_run(
     with _naming_data(config):
         check_heldout(data, config.seq_len, config.eval_windows)
     heldout = len(data.windows("heldout", config.seq_len).spread(config.eval_windows or None))
-    for sequences in (micro, heldout % micro or micro):  # the last batch may be smaller
-        config.check_rows(sequences)
+    config.check_rows(micro)
+    if heldout % micro:
+        config.check_rows(heldout % micro, "eval_windows")
     launch.on_first(lambda: check_packages(config.tensorboard, config.wandb))
     again = resume and not record
     return Run(

@@ -302,7 +302,16 @@ def test_figures_outlive_a_trace_that_fails(
         raise RuntimeError("no trace")
 
     monkeypatch.setattr(command, "trace_passes", fails)
+    monkeypatch.setattr(command, "check_profile", lambda device: None)  # as on a GPU
     wanted = ["--plans", "standard", "ladder", "--layouts", "ddp", "--profile"]
     assert main([*COMMAND, *wanted, "--out", str(tmp_path)]) == 1
     records = [json.loads(line) for line in (tmp_path / "train.jsonl").open()]
     assert [each["point"]["plan"] for each in records] == ["standard", "ladder"]
+
+
+def test_a_trace_on_a_cpu_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*COMMAND, "--profile", "--out", str(tmp_path / "out")]) == 2
+    assert "--profile traces the kernels of a GPU" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

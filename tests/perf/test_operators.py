@@ -379,12 +379,16 @@ def test_what_the_machine_lacks_for_an_implementation_is_said(
     words = ["predict", "ops", "--machine", machine, "--m", "1024", "--ops", "all_gather_matmul"]
     assert main([*words, "--implementations", "chunked"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"left out: chunked: machine '{machine}' has no 'peer copy'" in said
-    assert "--nproc 4 --out machine.json" in said
+    assert f"left out: chunked: the GPUs of '{machine}' have no access to peers' memory" in said
+    assert "bench machine" not in said
+    assert said.endswith(
+        "next: env NCCL_P2P_DISABLE=1 ladder bench ops --nproc 4 --ops all_gather_matmul --m 1024 "
+        "--implementations chunked"
+    )
     assert main([*words, "--json"]) == 0
     lines = json.loads(capsys.readouterr().out)["left_out"]
-    start = f"chunked, waiting: machine '{machine}' has no 'peer copy'"
-    assert any(line.startswith(start) for line in lines)
+    (said,) = (line for line in lines if "chunked, waiting" in line)
+    assert said.endswith(f": the GPUs of '{machine}' have no access to peers' memory")
 
 
 @pytest.mark.parametrize(

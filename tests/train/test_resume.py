@@ -114,6 +114,12 @@ def test_a_plan_is_its_records_and_not_its_files_name(corpus: Path, tmp_path: Pa
     train(recipe(corpus, run, plan=plans["a"]), device="cpu", stop_after=2)
     with pytest.raises(UserError, match=r"plan=c differs from the run in .*started with plan=a;"):
         train(recipe(corpus, run, plan=plans["c"]), device="cpu", resume=True)
+    edited = {**plans["c"], "name": "a"}
+    said = (
+        rf"plan=a is not what it was when .*resume with .*ladder train {run}/recipe.json --resume"
+    )
+    with pytest.raises(UserError, match=said):
+        train(recipe(corpus, run, plan=edited), device="cpu", resume=True)
     printed = tmp_path / "printed.json"
     records = resolve_plan(plans["a"], 2)
     printed.write_text(json.dumps([{**records.to_dict(), "reads": []}]))

@@ -46,6 +46,8 @@ def main(options: Any) -> int:
     """Run `ladder bench train` on every rank; rank 0 records and prints."""
     device = launch.join(options.device)
     launch.agree(vars(options))
+    if options.profile:
+        check_profile(device)
     todo = checked_points(options, device)
     out, main_rank = Path(options.out), launch.rank() == 0
     without = [name for name in options.layouts if parse_layout(name).tp == 1]
@@ -86,6 +88,14 @@ def main(options: Any) -> int:
         print(table(records))
         print(f"\n{out / RESULTS}")
     return 0
+
+
+def check_profile(device: torch.device) -> None:
+    """Raise UserError where there is nothing to trace."""
+    if device.type != "cuda":
+        raise UserError(
+            "--profile traces the kernels of a GPU, and this run is on a CPU; leave it out"
+        )
 
 
 def checked_points(options: Any, device: torch.device) -> list[TrainingPoint]:

@@ -45,8 +45,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from ladder.perf.operators.command import main, measuring
+    from ladder.perf.planner.running import as_its_links
+    from ladder.perf.prediction.command import machine_of
 
     code = main(options)
     if not options.json:
-        say_next(*measuring(options))
+        say_next(*measuring(options), before=as_its_links(machine_of(options)))
     return code

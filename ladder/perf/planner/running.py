@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from ladder.comm.switch import P2P_SWITCH
+from ladder.perf.machine import Machine
 from ladder.perf.nodes import without_peers
 from ladder.perf.planner.candidates import work
 from ladder.perf.planner.inference import untimed
@@ -36,11 +37,17 @@ def lacking(question: Question, rows: Sequence[Row]) -> list[str]:
     return [untimed(question, row.candidate) for row in rows if not running(question, row)]
 
 
+def as_its_links(machine: Machine) -> list[str]:
+    """The words before a command for GPUs that cannot access each other's memory, if this machine's
+    cannot."""
+    return ["env", f"{P2P_SWITCH}=1"] if without_peers(machine) else []
+
+
 def _launcher(question: Question) -> list[str]:
     """The first words of a command. A training step on several nodes is launched on each node."""
     if question.phase != "train" or question.nodes == 1:
-        off = without_peers(question.machine) and question.phase == "train"
-        return ["env", f"{P2P_SWITCH}=1", "ladder"] if off else ["ladder"]
+        apart = question.phase == "train"  # `ladder bench inference` has an option
+        return [*(as_its_links(question.machine) if apart else []), "ladder"]
     nodes = ["--nnodes", str(question.nodes), "--nproc-per-node", str(question.machine.gpus)]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
     return ["torchrun", *nodes, *meeting, "-m", "ladder"]
