@@ -23,11 +23,6 @@ class Product(NamedTuple):
         """The bytes of the weights, without their scales."""
         return self.outputs * self.inputs * (1 + self.gated) * (2 if self.weights == "bf16" else 1)
 
-    @property
-    def shared(self) -> bool:
-        """Whether programs may share its tiles: QKV's."""
-        return self.normed and not self.gated
-
 
 class Way(NamedTuple):
     name: str
@@ -50,7 +45,7 @@ def today(rows: int, product: Product) -> Cut:
     return decode_shapes.blocks(
         rows, product.outputs, product.inputs, product.gated, 2, product.weights != "bf16",
         in_pieces(rows, product), in_half(rows, product),
-        scaled=BLOCK if product.weights == "fp8-block" else 0, shared=product.shared,
+        scaled=BLOCK if product.weights == "fp8-block" else 0, shared=product.normed,
     )  # fmt: skip
 
 

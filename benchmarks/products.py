@@ -94,7 +94,7 @@ def multiply(way: Way, product: Product, read: Input, weight: Matrix) -> Tensor:
     with chosen(way, len(read.x), product):
         y = kernels.project(
             read.x, gate.stored, up.stored, scales=scales, gives=torch.bfloat16,
-            arrived=counters(read.x.device) if product.shared else None, **read.norm,
+            arrived=counters(read.x.device), **read.norm,
         )  # fmt: skip
     assert y is not None
     return y

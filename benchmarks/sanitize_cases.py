@@ -129,9 +129,7 @@ def project(dtype: torch.dtype) -> Pairs:
             normed = {"squares": squares_of(x), "eps": 1e-5}
             cut_apart = {False, (outputs, size) == MIDDLE}
             for options, other, beside in product(({}, normed), (None, up), cut_apart):
-                counted = None
-                if other is None:  # so programs may share tiles
-                    counted = torch.zeros(outputs, dtype=torch.int32, device=DEVICE)
+                counted = torch.zeros(outputs, dtype=torch.int32, device=DEVICE)
                 found = kernels.project(x, gate, other, beside=beside, arrived=counted, **options)
                 yield found, kernels.project_reference(x, gate, other, **options)
             if not jit.on_triton(x):

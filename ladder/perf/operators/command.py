@@ -20,7 +20,7 @@ from ladder.bench.ops.points import (
 )
 from ladder.models.errors import UserError, unknown
 from ladder.ops.registry import OPERATORS
-from ladder.perf.nodes import declaration, without_peers
+from ladder.perf.nodes import declaration
 from ladder.perf.operators.lower import OPS
 from ladder.perf.operators.predict import ALONE, KNOWN, Predictor, efficiency_text, plain
 from ladder.perf.prediction.command import machine_of
@@ -129,8 +129,6 @@ def _lacking(predictor: Predictor, points: list[OpPoint], wanted: list[Variant])
     for point in points:
         for variant in wanted:
             why = predictor.lacks(point, variant)
-            if why is not None and without_peers(predictor.machine):
-                why = f"the GPUs of {predictor.machine.name!r} have no access to peers' memory"
             if why is not None and _has(point, variant):
                 found.setdefault(why, {})[variant.name] = None
     return [f"{', '.join(names)}: {why}" for why, names in found.items()]

@@ -15,7 +15,7 @@ from ladder.ops.gradients import BACKWARD
 from ladder.ops.pushed import LARGEST
 from ladder.ops.registry import ANY_ORDER, DEFAULT
 from ladder.perf.machine import Machine
-from ladder.perf.nodes import for_degree
+from ladder.perf.nodes import for_degree, without_peers
 from ladder.perf.operators.cost import PUSHED_HOST_US, TODAY, Host, OperatorCost
 from ladder.perf.operators.lower import OPS, OVERLAPPED, Size, size_of, sum_bytes
 from ladder.perf.operators.run import run
@@ -85,6 +85,8 @@ class Predictor:
             if variant.name == PUSHED or dict(variant.options).get("push"):
                 machine.curve("all-reduce", algorithm=_shots(variant))
         except UserError as error:
+            if without_peers(self.machine):  # none of this can be measured there
+                return f"the GPUs of {self.machine.name!r} have no access to peers' memory"
             return str(error)
         return None
 
