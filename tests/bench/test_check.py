@@ -360,7 +360,7 @@ def test_engines_are_checked_and_timed() -> None:
     """The fused engine in graphs, one GPU: every record is complete and its check passes."""
     point = InferencePoint("llama-3-8b", "ladder", "async", 1, 3, 60, 8, 2)
     points = [point, replace(point, plan="standard"), replace(point, plan="parallel")]
-    records, refused = measure.measure(points, GPU, 4e12, 6e14)
+    records, refused = measure.measure(points, GPU, 1e13, 1e15)  # beyond any GPU of today
     assert refused == []
     assert [r["point"]["plan"] for r in records] == ["ladder", "standard", "parallel"]
     for found in records:
